@@ -1,0 +1,48 @@
+# Every target sets up what it needs. PYTHON: the interpreter that makes .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Spinning threads slow each other down ten times on a busy machine.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all lint format table golden clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+setup: .venv/.installed ## make .venv and install the package with its development tools
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt -e '.[dev,sweep]'
+	@touch $@
+
+quickstart: setup ## train three models on generated ListOps on the CPU and print their table (8 minutes at most)
+	$(BIN)/python train.py -m experiment=quickstart model=transformer,rfa,macformer_exp
+	@$(BIN)/python scripts/table.py outputs/quickstart
+
+test: lint ## lint, then the tests that take minutes at most
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-all: lint ## all tests, the slow ones included
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow or not slow'
+
+lint: setup ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## let ruff format the code and sort the imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+table: setup ## turn the records in results/runs into results/tables/table2.md and print it
+	@$(BIN)/python scripts/table.py results
+
+golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)
+	$(BIN)/python -m tests.golden.regenerate
+
+clean: ## remove .venv, outputs and caches; data and results stay
+	rm -rf .venv outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

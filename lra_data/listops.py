@@ -1,0 +1,245 @@
+"""LRA ListOps: nested MIN, MAX, MED and SM over digits, drawn by the rules of LRA's generator.
+
+A tree: with probability 0.25, and above the last level, a node is an operator with 2..10 arguments; else a
+digit. Kept if min_length < L < max_length, L = operators + digits + `]`; no expression stands twice.
+
+Trees are drawn, laid out and evaluated many at once, level by level, with numpy; `evaluate` is the slow, obvious
+definition of the value.
+"""
+
+import hashlib
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from lra_data import base
+from lra_data.base import DataError, Example, Source, Task, TaskSpec
+
+# Frozen and ordered: a token is stored as its place here. The digits 0..9 are 4..13; without brackets, 14 tokens.
+TOKENS = ("[MIN", "[MAX", "[MED", "[SM", *"0123456789", "]")
+MIN, MAX, MED, SM = range(4)
+ZERO, CLOSE = 4, 14
+OPERATOR_PROBABILITY = 0.25
+VOCABULARY = 32  # the base code's embedding table
+CHUNK = 2048  # trees drawn at once; part of what a seed means
+DRY_CHUNKS = 50  # so many chunks in a row without a new expression: there are no more to be had
+
+Expression = tuple[NDArray[np.uint8], int]
+
+
+def evaluate(source: str) -> int:
+    """The value of an expression, with or without the parentheses of the official form."""
+    stack: list[list[Any]] = [[]]
+    for token in source.replace("(", " ").replace(")", " ").split():
+        if token == "]" and len(stack) > 1:
+            operator, *values = stack.pop()
+            if not values:
+                raise ValueError(f"{operator} has no arguments in {source[:60]!r}")
+            stack[-1].append(_apply(operator, values))
+        elif token.isdecimal() and len(token) == 1:
+            stack[-1].append(int(token))
+        elif token in TOKENS[:ZERO]:
+            stack.append([token])
+        else:
+            raise ValueError(f"unexpected {token!r} in {source[:60]!r}")
+    if len(stack) != 1 or len(stack[0]) != 1:
+        raise ValueError(f"not one whole expression: {source[:60]!r}")
+    return stack[0][0]
+
+
+def _apply(operator: str, values: list[int]) -> int:
+    if operator == "[MIN":
+        return min(values)
+    if operator == "[MAX":
+        return max(values)
+    if operator == "[MED":
+        return int(np.median(values))
+    return sum(values) % 10
+
+
+def generate(
+    seed: int, min_length: int = 500, max_length: int = 2000, max_depth: int = 10, max_args: int = 10
+) -> Iterator[tuple[str, int]]:
+    """Endless distinct (source, value), the source in the official form with parentheses."""
+    draw = partial(
+        _draw, seed=seed, min_length=min_length, max_length=max_length, max_depth=max_depth, max_args=max_args
+    )
+    for tokens, label in _distinct(map(draw, itertools.count())):
+        yield to_source(tokens), label
+
+
+def to_source(tokens: NDArray[np.uint8]) -> str:
+    """The official text: `[MAX 1 2 ]` is `( ( ( [MAX 1 ) 2 ) ] )`; k arguments stand in k + 1 parentheses."""
+    words: list[str] = []
+    open_at: list[int] = []  # place of each open operator in words; its "(" are put before it at the end
+    for token in tokens.tolist():
+        word = TOKENS[token]
+        if token < ZERO:
+            open_at.append(len(words))
+            words.append(word)
+            continue
+        if token == CLOSE:
+            words.append("] )")
+            closed = open_at.pop()
+            words[closed] = "( " + words[closed]
+        else:
+            words.append(word)
+        if open_at:  # an argument has ended
+            words[-1] += " )"
+            words[open_at[-1]] = "( " + words[open_at[-1]]
+    return " ".join(words)
+
+
+def load(
+    folder: str,
+    length: int,
+    max_length: int,
+    min_length: int,
+    brackets: bool,
+    examples: dict[str, int],
+    seed: int,
+) -> Task:
+    """Generated ListOps, made on first use (over all cores; the result does not depend on their number)."""
+    if not 2 < min_length + 1 < max_length <= length:
+        raise DataError(
+            f"task.data needs 2 <= min_length < max_length - 1 and max_length <= length, "
+            f"got min_length={min_length}, max_length={max_length}, length={length}"
+        )
+
+    def build() -> tuple[Source, dict[str, Iterable[Example]]]:
+        drawn = iter(_draw_many(sum(examples.values()), seed, min_length, max_length))
+        texts = ((((tokens if brackets else tokens[tokens != CLOSE]).tobytes(),), label) for tokens, label in drawn)
+        return "generated", {split: itertools.islice(texts, examples[split]) for split in base.SPLITS}
+
+    settings = {
+        "min_length": min_length,
+        "max_length": max_length,
+        "brackets": brackets,
+        "examples": dict(examples),
+        "seed": seed,
+    }
+    spec = TaskSpec(VOCABULARY, length, classes=10, paired=False)
+    return base.cached(folder, "listops", spec, settings, build)
+
+
+def _draw_many(total: int, seed: int, min_length: int, max_length: int) -> list[Expression]:
+    """`total` distinct expressions, drawn over all cores, with a progress line."""
+    draw = partial(_draw, seed=seed, min_length=min_length, max_length=max_length)
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ProcessPoolExecutor(workers) as pool:
+        expressions = _distinct(_in_order(pool, draw, ahead=2 * workers))
+        bar = tqdm(itertools.islice(expressions, total), "generating ListOps", total, mininterval=1)
+        return list(bar)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, draw: Callable[[int], list[Expression]], ahead: int
+) -> Iterator[list[Expression]]:
+    """draw(0), draw(1), ... without end, `ahead` of them under way at a time."""
+    chunks = itertools.count()
+    waiting = deque(pool.submit(draw, chunk) for chunk in itertools.islice(chunks, ahead))
+    try:
+        while True:
+            yield waiting.popleft().result()
+            waiting.append(pool.submit(draw, next(chunks)))
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _distinct(chunks: Iterable[list[Expression]]) -> Iterator[Expression]:
+    seen: set[bytes] = set()
+    dry = 0
+    for chunk in chunks:
+        before = len(seen)
+        for tokens, label in chunk:
+            digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+            if digest not in seen:
+                seen.add(digest)
+                yield tokens, label
+        dry = 0 if len(seen) > before else dry + 1
+        if dry == DRY_CHUNKS:
+            raise DataError(
+                f"only {len(seen)} distinct ListOps expressions were found within these lengths: "
+                "ask for fewer examples or widen min_length..max_length"
+            )
+
+
+@dataclass
+class _Level:
+    """The nodes of all trees at one depth, left to right. The children of its operators make up the next level."""
+
+    operator: NDArray[np.bool_]
+    token: NDArray[np.uint8]
+    arguments: NDArray[np.int64]  # of the operators alone
+    value: NDArray[np.int64]
+    length: NDArray[np.int64]  # tokens of the subtree
+
+    @property
+    def first_child(self) -> NDArray[np.int64]:
+        return np.cumsum(self.arguments) - self.arguments
+
+
+def _draw(
+    chunk: int, seed: int, min_length: int, max_length: int, max_depth: int = 10, max_args: int = 10
+) -> list[Expression]:
+    """The kept ones of CHUNK trees. Digits at the root are too short to be kept: roots are operators."""
+    rng = np.random.default_rng((seed, chunk))
+    levels: list[_Level] = []
+    nodes = CHUNK
+    for depth in range(1, max_depth + 1):
+        if depth == 1:
+            operator = np.ones(nodes, bool)
+        elif depth < max_depth:
+            operator = rng.random(nodes) < OPERATOR_PROBABILITY
+        else:
+            operator = np.zeros(nodes, bool)
+        digit = rng.integers(0, 10, nodes)
+        token = np.where(operator, rng.integers(0, 4, nodes), ZERO + digit).astype(np.uint8)
+        arguments = rng.integers(2, max_args + 1, np.count_nonzero(operator))
+        levels.append(_Level(operator, token, arguments, digit, np.ones(nodes, np.int64)))
+        nodes = int(arguments.sum())
+        if not nodes:
+            break
+
+    for level, below in zip(levels[-2::-1], levels[:0:-1], strict=True):  # values and lengths, from the leaves up
+        starts = level.first_child
+        level.length[level.operator] = 2 + np.add.reduceat(below.length, starts)
+        parent = np.repeat(np.arange(len(starts)), level.arguments)
+        ordered = np.sort(parent * 10 + below.value) % 10  # within each parent
+        middle = ordered[starts + (level.arguments - 1) // 2] + ordered[starts + level.arguments // 2]
+        level.value[level.operator] = np.choose(
+            level.token[level.operator],
+            [
+                ordered[starts],
+                ordered[starts + level.arguments - 1],
+                middle // 2,
+                np.add.reduceat(below.value, starts) % 10,
+            ],
+        )
+
+    ends = np.cumsum(levels[0].length)
+    tokens = np.empty(ends[-1], np.uint8)
+    place = ends - levels[0].length  # where each node's subtree begins, from the roots down
+    for level, below in itertools.pairwise(levels):
+        tokens[place] = level.token
+        inner = place[level.operator]
+        tokens[inner + level.length[level.operator] - 1] = CLOSE
+        before = np.cumsum(below.length) - below.length
+        place = before + np.repeat(inner + 1 - before[level.first_child], level.arguments)
+    tokens[place] = levels[-1].token  # digits all
+
+    kept = (min_length < levels[0].length) & (levels[0].length < max_length)
+    return [
+        (tokens[end - size : end].copy(), int(value))
+        for end, size, value in zip(ends[kept], levels[0].length[kept], levels[0].value[kept], strict=True)
+    ]

@@ -1,0 +1,59 @@
+"""LRA Retrieval: pairs of papers as bytes; label 1 = one cites the other.
+
+Read from LRA's new_aan_pairs.{train,eval,test}.tsv: label, id1, id2, text1, text2, tabs between, no quoting.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lra_data import base
+from lra_data.base import DataError, Example, Source, Task, TaskSpec
+
+PARTS = ("train", "eval", "test")
+FILES = {split: f"new_aan_pairs.{part}.tsv" for split, part in zip(base.SPLITS, PARTS, strict=True)}
+PAIRS = {"train": 147_086, "dev": 18_090, "test": 17_437}  # of LRA's files; any others are a stand-in
+VOCABULARY = 512  # the base code's embedding table; 257 ids are real
+LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
+
+
+def load(folder: str, length: int, max_length: int, examples: dict[str, int | None]) -> Task:
+    """Pairs packed from the three files in `folder` on first use. `examples` caps the splits; null = all."""
+
+    def build() -> tuple[Source, dict[str, Iterable[Example]]]:
+        paths = {split: Path(folder) / FILES[split] for split in base.SPLITS}
+        for path in paths.values():
+            if not path.exists():
+                raise DataError(
+                    f"task=retrieval needs {path}, which is not there: put LRA's {', '.join(FILES.values())} "
+                    "there, then run `python -m lra_data prepare retrieval`"
+                )
+        real = all(_lines(paths[split]) == PAIRS[split] for split in base.SPLITS)
+        return "lra" if real else "stand-in", {
+            split: itertools.islice(_read(path, max_length), examples[split]) for split, path in paths.items()
+        }
+
+    settings = {"max_length": max_length, "examples": dict(examples)}
+    spec = TaskSpec(VOCABULARY, length, classes=2, paired=True)
+    return base.cached(folder, "retrieval", spec, settings, build)
+
+
+def _lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(1 for _ in file)
+
+
+def _read(path: Path, max_length: int) -> Iterator[Example]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(tqdm(file, f"reading {path.name}", unit=" pairs", mininterval=1), 1):
+            fields = line.rstrip(b"\r\n").split(b"\t")
+            if len(fields) != 5:
+                raise DataError(f"{path}, line {number}: {len(fields)} fields, not 5 (label, id1, id2, text1, text2)")
+            label, _, _, first, second = fields
+            if label not in LABELS:
+                raise DataError(f"{path}, line {number}: the label {label.decode(errors='replace')!r} is not 0 or 1")
+            if not first or not second:
+                raise DataError(f"{path}, line {number}: an empty text")
+            yield (first[:max_length], second[:max_length]), LABELS[label]

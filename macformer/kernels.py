@@ -1,0 +1,49 @@
+"""Dot-product kernels as values: K(t), its Maclaurin coefficients a_N, and where the series converges.
+
+K(t) = sum_N a_N t^N with a_N >= 0. A new kernel is one entry in `KERNELS` (and one YAML that names it).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """K(t) = sum_N a_N t^N, for |t| below `radius`."""
+
+    value: Callable[[Tensor], Tensor]
+    coefficient: Callable[[int], float]
+    radius: float
+
+
+def _exp(n: int) -> float:
+    return 1 / math.factorial(n)  # whole numbers until the division: no overflow at any degree
+
+
+def _sqrt(n: int) -> float:
+    # 1, 1/2, then (2n-3)!!/(2^n n!). The paper prints max(1, 2n-3) for the double factorial (erratum 2).
+    if n < 2:
+        return (1.0, 0.5)[n]
+    return math.prod(range(1, 2 * n - 2, 2)) / (2**n * math.factorial(n))
+
+
+KERNELS: dict[str, Kernel] = {
+    "exp": Kernel(torch.exp, _exp, math.inf),
+    "inv": Kernel(lambda t: 1 / (1 - t), lambda n: 1.0, 1.0),
+    # The paper prints 1/min(1, n), which divides by zero at n = 0 (erratum 1).
+    "log": Kernel(lambda t: 1 - torch.log1p(-t), lambda n: 1 / max(1, n), 1.0),
+    # sinh t + cosh t is exp t, so the two are one model (erratum 3): same function, same bits.
+    "trigh": Kernel(torch.exp, _exp, math.inf),
+    "sqrt": Kernel(lambda t: 2 - torch.sqrt(1 - t), _sqrt, 1.0),
+}
+
+
+def find(name: str) -> Kernel:
+    """The kernel of that name, or one sentence that lists the known ones."""
+    if name not in KERNELS:
+        raise ValueError(f"kernel={name!r} is not known; choose one of {', '.join(KERNELS)}")
+    return KERNELS[name]

@@ -1,0 +1,139 @@
+"""The LRA classifier: embeddings, multi-head layer, pre-LN encoder, heads for one text or two. Knows no data.
+
+Shapes: B batch, n length, H heads, d head width. Token id 0 is padding.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from macformer.dropout import Dropout
+from macformer.features import positive
+
+
+class MultiHead(nn.Module):
+    """Project, split into heads, [pre-SBN,] attend, [post-SBN,] join, project."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        attention: Callable[[], nn.Module],
+        pre_sbn: Callable[[], nn.Module] | None,
+        post_sbn: Callable[..., nn.Module] | None,
+    ):
+        super().__init__()
+        self.heads = heads
+        self.to_q = nn.Linear(width, heads * head_dim)
+        self.to_k = nn.Linear(width, heads * head_dim)
+        self.to_v = nn.Linear(width, heads * head_dim)
+        self.attention = attention()
+        self.pre_q = pre_sbn() if pre_sbn else None
+        self.pre_k = pre_sbn() if pre_sbn else None
+        self.post = post_sbn(heads=heads, head_dim=head_dim) if post_sbn else None
+        self.out = nn.Linear(heads * head_dim, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x (B, n, width), mask (B, n) -> (B, n, width)."""
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.to_q, self.to_k, self.to_v)
+        )
+        if self.pre_q and self.pre_k:
+            q, k = self.pre_q(q, mask), self.pre_k(k, mask)
+        attended = self.attention(q, k, v, mask)
+        if self.post:
+            attended = self.post(attended)
+        return self.out(attended.transpose(1, 2).flatten(-2))
+
+
+class Layer(nn.Module):
+    """Pre-LN: x + drop(attend(norm(x))), then x + feed-forward(norm(x))."""
+
+    def __init__(self, attend: MultiHead, width: int, feedforward: int, dropout: float):
+        super().__init__()
+        self.norm_attend = nn.LayerNorm(width)
+        self.attend = attend
+        self.drop = Dropout(dropout)
+        self.feedforward = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, feedforward),
+            nn.GELU(),
+            Dropout(dropout),
+            nn.Linear(feedforward, width),
+            Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.drop(self.attend(self.norm_attend(x), mask))
+        return x + self.feedforward(x)
+
+
+class Classifier(nn.Module):
+    """Token ids -> class logits. Sizes of vocabulary, length and classes come from the task.
+
+    One text: head on the pooled encoding. Two texts (`paired`): one encoder for both, head on
+    [a, b, a*b, a-b].
+    pooling="padded" divides the sum over real tokens by the padded length, as the base code does, so that the
+    length leaks into the encoding; "masked" divides by the number of real tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        length: int,
+        classes: int,
+        paired: bool,
+        width: int,
+        heads: int,
+        head_dim: int,
+        layers: int,
+        feedforward: int,
+        head_width: int,
+        dropout: float,
+        pooling: Literal["padded", "masked"],
+        attention: Callable[[], nn.Module],
+        pre_sbn: Callable[[], nn.Module] | None,
+        post_sbn: Callable[..., nn.Module] | None,
+    ):
+        super().__init__()
+        for name, value in {"width": width, "heads": heads, "head_dim": head_dim, "layers": layers}.items():
+            positive(name, value)
+        self.paired = paired
+        self.pooling = pooling
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.drop = Dropout(dropout)
+        self.layers = nn.ModuleList(
+            Layer(MultiHead(width, heads, head_dim, attention, pre_sbn, post_sbn), width, feedforward, dropout)
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Sequential(
+            nn.Linear(4 * width if paired else width, head_width),
+            nn.ReLU(),
+            nn.Linear(head_width, classes),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (B, n), or (B, 2, n) for pairs -> logits (B, classes)."""
+        if not self.paired:
+            return self.head(self.encode(ids))
+        a, b = self.encode(ids.flatten(0, 1)).unflatten(0, (-1, 2)).unbind(1)
+        return self.head(torch.cat([a, b, a * b, a - b], -1))
+
+    def encode(self, ids: Tensor) -> Tensor:
+        """ids (B, n) -> one vector a text (B, width)."""
+        mask = ids > 0
+        x = self.drop(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
+        for layer in self.layers:
+            x = layer(x, mask)
+        total = self.norm(x).masked_fill(~mask.unsqueeze(-1), 0).sum(1)
+        if self.pooling == "padded":
+            return total / self.positions.num_embeddings  # the padded length, however short the batch is
+        return total / mask.sum(1, keepdim=True).clamp(min=1)

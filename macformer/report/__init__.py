@@ -1,0 +1,1 @@
+"""From run records to tables. Needs no torch, no GPU and no data."""

@@ -1,0 +1,228 @@
+"""Run records -> the paper's Table 2: time and memory relative to the Transformer, accuracy, beside the paper's.
+
+Records are only put into one table if they ran under the same conditions. What differs from the paper's protocol
+(that is, from `python train.py model=M task=T` as the YAML files stand) is in the table's title; a model with a
+changed key is a row of its own.
+"""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
+
+from macformer import record as records
+from macformer.record import Record
+
+ROOT = Path(__file__).parent.parent.parent
+PAPER = json.loads((ROOT / "results" / "paper.json").read_text())
+MEASURES = ("time", "memory", "accuracy")
+BASELINE = "transformer"
+NOT_CONDITIONS = ("seed", "device", "threads", *records.NOT_IN_RUN_ID)  # the machine stands in the environment
+
+
+def load(results: Path) -> tuple[list[Record], list[str]]:
+    """All records below results/runs, and one sentence for each file that is none."""
+    found, problems = [], []
+    for file in sorted((results / "runs").rglob("*.json")):
+        try:
+            found.append(records.read(file))
+        except ValueError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def render(found: list[Record], problems: list[str]) -> str:
+    """The tables as Markdown; with no record at all, the paper's with a dash in each cell of ours."""
+    finished = [record for record in found if record.status == "ok"]
+    parts = [_render(table) for table in _tables(finished)] or [_render(Table(columns={}))]
+    failed = [f"{r.run_id} ended as {r.status}: {r.message}" for r in found if r.status != "ok"]
+    for heading, lines in (("Failed runs", failed), ("Files left out", problems)):
+        if lines:
+            parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
+    return "\n\n".join(parts) + "\n"
+
+
+@dataclass
+class Run:
+    """A record, and how its conditions differ from the paper's protocol."""
+
+    record: Record
+    row: str  # the model's name, with its changed keys
+    shared: tuple[str, ...]  # conditions that hold for all tasks of a table
+    own: tuple[str, ...]  # those of its task
+
+
+@dataclass
+class Table:
+    columns: dict[str, list[Run]]  # by task
+
+
+def _tables(found: list[Record]) -> list[Table]:
+    """The paper's protocol first. Two conditions of one task under the same shared ones make two tables."""
+    reference: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in found:
+        cell = record.model, record.task
+        if cell not in reference:
+            reference[cell] = _paper_config(*cell)
+    groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for record in found:
+        run = _place(record, reference[record.model, record.task])
+        environment = record.environment
+        machine = environment.device_name, environment.threads, environment.precision, environment.torch
+        groups[run.shared, machine][record.task][run.own, record.data.fingerprint].append(run)
+    tables = []
+    for _, by_task in sorted(groups.items()):
+        for place in range(max(len(settings) for settings in by_task.values())):
+            columns = {}
+            for task, settings in sorted(by_task.items()):
+                if place < len(settings):
+                    columns[task] = settings[sorted(settings)[place]]
+            tables.append(Table(columns))
+    return tables
+
+
+def _paper_config(model: str, task: str) -> dict[str, Any]:
+    """`python train.py model=M task=T`, flattened; empty for a model or task that has no YAML any more."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            config = compose("train", [f"model={model}", f"task={task}"])
+    except MissingConfigException:
+        return {}
+    return _flat(OmegaConf.to_container(config, resolve=True))
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {key: value for name in tree for key, value in _flat(tree[name], f"{prefix}.{name}".strip(".")).items()}
+
+
+def _place(record: Record, paper: dict[str, Any]) -> Run:
+    """Sort a run's differences into row, shared and own conditions."""
+    actual = _flat(record.config)
+    row, shared, own = [], [], []
+    for key in sorted(actual.keys() | paper.keys()):
+        group, _, name = key.partition(".")
+        if group in NOT_CONDITIONS or name == "name" or actual.get(key) == paper.get(key):
+            continue
+        change = f"{name or group} = {actual.get(key)} (paper: {paper.get(key)})"
+        if group == "model" and name != "pooling":  # that one is the protocol's
+            row.append(f"{name}={actual.get(key)}")
+        elif group == "task":
+            own.append(f"{record.task} {change}")
+        # The trainer takes these from the task or the top; said once is enough.
+        elif group == "trainer" and actual[key] in (actual.get(f"task.{name}", ...), actual.get(name, ...)):
+            continue
+        elif group != "model":
+            shared.append(f"{group} {change}" if name else change)
+    label = record.model + (f" ({', '.join(row)})" if row else "")
+    return Run(record, label, tuple(shared), tuple(own))
+
+
+def _render(table: Table) -> str:
+    runs = [run for column in table.columns.values() for run in column]
+    conditions = list(dict.fromkeys(c for run in runs for c in (*run.own, *run.shared)))
+    tasks = list(table.columns) if conditions else list(PAPER["accuracy"])
+    rows = list(PAPER["accuracy"]["text"])
+    rows += sorted({run.row for run in runs} - set(rows))
+    cells = pd.DataFrame("-", index=pd.Index(rows, name="model"), columns=pd.Index([], dtype=str), dtype=object)
+    notes, fill = [], []
+    for task in tasks:
+        ours = _means(table.columns.get(task, []))
+        for measure in MEASURES:
+            paper = PAPER[measure].get(task, {})
+            cells[f"{task} {measure}"] = [_cell(ours.get(row), paper.get(row), measure) for row in rows]
+        notes += _notes(task, table.columns.get(task, []))
+        fill += _fill(task, table.columns.get(task, []), [row for row in rows if row not in ours])
+    lines = [f"## {_title(runs, conditions)}", "", cells.to_markdown(colalign=["left"] + ["right"] * cells.shape[1])]
+    lines += ["", "Time and memory are relative to the Transformer, accuracy is in percent; [the paper's value].", ""]
+    lines += notes
+    if conditions:
+        models = ",".join(dict.fromkeys(run.record.model for run in runs))
+        lines.append(
+            "- **This is a shortened or changed protocol, not the paper's.** The full one (11,000 steps): "
+            f"`python train.py -m model={models} task={','.join(tasks)}`, then `make table`."
+        )
+    return "\n".join(lines + fill)
+
+
+def _means(runs: list[Run]) -> dict[str, dict[str, float]]:
+    """Mean time, memory and accuracy a row, the spread of accuracy and the number of seeds."""
+    frame = pd.DataFrame(
+        [
+            {
+                "row": run.row,
+                "time": run.record.time.train_seconds,
+                "memory": run.record.memory.peak_bytes,
+                "accuracy": 100 * run.record.quality.test_accuracy,
+            }
+            for run in runs
+            if run.record.time and run.record.memory and run.record.quality
+        ],
+        columns=["row", *MEASURES],
+    )
+    grouped = frame.groupby("row")
+    means = grouped.mean()
+    for measure in ("time", "memory"):
+        means[measure] /= means[measure].get(BASELINE, float("nan"))
+    means = means.assign(spread=grouped["accuracy"].std(), seeds=grouped.size())
+    return {str(row): {str(key): float(value) for key, value in mean.items()} for row, mean in means.iterrows()}
+
+
+def _cell(ours: dict[str, float] | None, paper: float | None, measure: str) -> str:
+    """Ours, or a dash, and the paper's."""
+    digits = 2 if measure == "accuracy" else 3
+    text = f"{ours[measure]:.{digits}f}" if ours and not math.isnan(ours[measure]) else "-"
+    if ours and measure == "accuracy" and ours["seeds"] > 1:
+        text += f" ± {ours['spread']:.2f} (n={ours['seeds']:.0f})"
+    return text if paper is None else f"{text} [{paper:.{digits}f}]"
+
+
+def _title(runs: list[Run], conditions: list[str]) -> str:
+    if not runs:
+        return "Table 2, the paper's protocol: no runs yet"
+    environment = runs[0].record.environment
+    machine = f"{environment.device_name} ({environment.threads} thread{'s' * (environment.threads > 1)})"
+    if not conditions:
+        return f"Table 2, the paper's protocol, on {machine}"
+    return f"Table 2 on {machine}, NOT the paper's protocol: {'; '.join(conditions)}"
+
+
+def _notes(task: str, runs: list[Run]) -> list[str]:
+    if not runs:
+        return []
+    data = runs[0].record.data
+    sizes = " / ".join(f"{count:,}" for count in data.examples.values())
+    error = 100 * (data.majority * (1 - data.majority) / data.examples["test"]) ** 0.5
+    baseline = [run.record for run in runs if run.row == BASELINE]
+    seconds = [record.time.train_seconds for record in baseline if record.time]
+    peaks = [record.memory.peak_bytes for record in baseline if record.memory]
+    absolute = (
+        f"; the Transformer took {sum(seconds) / len(seconds):.1f} s and {sum(peaks) / len(peaks) / 2**20:.0f} MiB"
+        if seconds and peaks
+        else ""
+    )
+    return [
+        f"- {task}: {data.source} data, {sizes} examples; the majority class scores {100 * data.majority:.2f} "
+        f"(standard error {error:.2f}){absolute}."
+    ]
+
+
+def _fill(task: str, runs: list[Run], missing: list[str]) -> list[str]:
+    """The command that fills the dashes of a task: that of a run that is there, with the other models."""
+    if not missing:
+        return []
+    kept = [f"task={task}"]
+    if runs:
+        skip = ("model", "task=", "seed=", "force=", "paths.", "logger")
+        kept += [override for override in runs[0].record.overrides if not override.startswith(skip)]
+    return [f"- to fill the dashes of {task}: `python train.py -m model={','.join(missing)} {' '.join(kept)}`"]

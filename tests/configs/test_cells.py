@@ -1,0 +1,119 @@
+"""Every YAML composes; every model trains on every task; what does not fit is said in one sentence."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+import train
+from macformer import config as configs
+from tests.conftest import MODELS, ROOT, TASKS
+
+Composed = Callable[..., DictConfig]
+GROUPS = {
+    group.name: sorted(file.stem for file in group.glob("*.yaml"))
+    for group in (ROOT / "configs").iterdir()
+    if group.is_dir()
+}
+
+
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in GROUPS[group]])
+def test_every_yaml_composes_and_its_targets_are_there(group: str, option: str, composed: Composed) -> None:
+    resolved = OmegaConf.to_container(composed(f"{group}={option}"), resolve=True, throw_on_missing=True)
+
+    def targets(node: object) -> list[str]:
+        if not isinstance(node, dict):
+            return []
+        below = [target for child in node.values() for target in targets(child)]
+        return [node["_target_"], *below] if "_target_" in node else below
+
+    assert len(targets(resolved)) >= 4
+    for target in targets(resolved):
+        assert callable(get_object(target))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_carries_the_name_of_its_file(name: str, composed: Composed) -> None:
+    assert composed(f"model={name}").model.name == name
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_carries_the_name_of_its_file(name: str, composed: Composed) -> None:
+    assert composed(f"task={name}").task.name == name
+
+
+def test_the_paper_schedule_is_the_default(composed: Composed) -> None:
+    trainer = composed("model=macformer_exp", "task=listops").trainer
+    assert (trainer.warmup_steps, trainer.steps, trainer.batch_size) == (1000, 10000, 32)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_on_every_task(model: str, task: str, cell: Callable[..., DictConfig]) -> None:
+    record = train.run(cell(task, model), [])
+    assert record.status == "ok"
+    assert record.steps_done == 10
+    assert record.data.source == ("generated" if task == "listops" else "stand-in")
+
+
+@pytest.mark.parametrize("protocol", GROUPS["protocol"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_protocol_trains(protocol: str, task: str, cell: Callable[..., DictConfig]) -> None:
+    assert train.run(cell(task, "rfa", f"protocol={protocol}"), []).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "model.attention.features=12x",
+            "model.attention.features=12x does not fit RMFAttention: it should be a valid",
+        ),
+        ("model.attention.features=1.5", "model.attention.features=1.5 does not fit RMFAttention"),
+        ("+model.attention.featurs=64", "model.attention.featurs is not known: RMFAttention takes head_dim, features"),
+        ("model.attention.sampling=best", "model.attention.sampling=best .* should be 'paper' or 'release'"),
+        ("model.pooling=max", "model.pooling=max .* should be 'padded' or 'masked'"),
+        ("model.attention.features=0", "model: features=0 must be a whole number of at least 1"),
+        ("model.attention.kernel=cos", "model: kernel='cos' is not known; choose one of exp, inv"),
+        ("model.dropout=1.0", "model: dropout=1.0 must be"),
+        ("trainer.steps=ten", "trainer.steps=ten does not fit Trainer: it should be a valid integer"),
+        ("trainer.batch_size=0", "trainer: batch_size=0 must be"),
+        ("task.data.examples.train=many", "task.data.examples=.*many.* does not fit load"),
+        ("device=tpu", "device='tpu' is not known; choose one of auto, cpu, cuda"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_sentence(
+    override: str, sentence: str, cell: Callable[..., DictConfig]
+) -> None:
+    with pytest.raises(configs.ConfigError, match=sentence) as error:
+        train.run(cell("listops", "macformer_exp", override), [])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.attention.featurs=64", "model.attention.featurs is not known; the keys there are head_dim, features,"),
+        ("sed=1", "sed is not known; the keys there are"),
+        ("model=macformer_cos", "model=macformer_cos is not known; choose one of macformer_exp, macformer_inv,"),
+        ("task=images", "task=images is not known; choose one of listops, retrieval, text"),
+    ],
+)
+def test_what_hydra_refuses_is_said_in_one_sentence(override: str, sentence: str, composed: Composed) -> None:
+    with pytest.raises(HydraException) as error:
+        composed(override)
+    assert configs.explain(error.value).startswith(sentence)
+    assert "\n" not in configs.explain(error.value)
+
+
+@pytest.mark.parametrize(("task", "file"), [("text", "aclImdb_v1.tar.gz"), ("retrieval", "new_aan_pairs.train.tsv")])
+def test_a_missing_source_is_named_with_the_command(
+    task: str, file: str, cell: Callable[..., DictConfig], tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    with pytest.raises(train.DataError, match=f"{empty}/{file}, which is not there.*python -m lra_data prepare {task}"):
+        train.run(cell(task, "rfa", f"paths.data={empty}"), [])
+    assert not [path for path in empty.rglob("*") if path.is_file()]

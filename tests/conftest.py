@@ -1,0 +1,86 @@
+"""Shared fixtures: composed configs, tiny sources for each task, the real data where it is there."""
+
+import io
+import os
+import random
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+ROOT = Path(__file__).parent.parent
+MODELS = sorted(file.stem for file in (ROOT / "configs" / "model").glob("*.yaml"))
+TASKS = sorted(file.stem for file in (ROOT / "configs" / "task").glob("*.yaml"))
+# A cell in seconds: real code, short texts.
+TINY = ["trainer=smoke", "task.data.length=64", "task.data.max_length=60", "task.data.examples.train=16"]
+TINY_TASK = {"listops": ["task.data.min_length=10"], "text": [], "retrieval": []}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def composed() -> Iterator[Callable[..., DictConfig]]:
+    """composed("model=rfa", ...) -> the configuration that train.py would get."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        yield lambda *overrides: compose("train", list(overrides))
+
+
+@pytest.fixture
+def cell(composed: Callable[..., DictConfig], sources: Path, tmp_path: Path) -> Callable[..., DictConfig]:
+    """cell("text", "rfa", ...) -> a tiny run of that task and model, its records under tmp_path."""
+
+    def make(task: str, model: str, *overrides: str) -> DictConfig:
+        paths = [f"paths.data={sources}", f"paths.results={tmp_path}", f"paths.outputs={tmp_path}/outputs"]
+        return composed(f"task={task}", f"model={model}", *TINY, *TINY_TASK[task], *paths, *overrides)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with a small IMDb archive and small Retrieval files, made here."""
+    folder = tmp_path_factory.mktemp("data")
+    write_archive(folder / "aclImdb_v1.tar.gz", reviews=20)
+    write_pairs(folder, lines=20)
+    return folder
+
+
+def write_archive(file: Path, reviews: int) -> None:
+    """`reviews` negative and as many positive ones in train and in test."""
+    letters = random.Random(0)
+    with tarfile.open(file, "w:gz") as archive:
+        for part in ("train", "test"):
+            for sentiment, rating, word in (("neg", 2, "dull"), ("pos", 9, "fine")):
+                for number in range(reviews):
+                    text = f"{part} {number}: a {word} film " + "".join(letters.choices("abc é", k=number * 3))
+                    content = text.encode()
+                    member = tarfile.TarInfo(f"aclImdb/{part}/{sentiment}/{number}_{rating}.txt")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+
+
+def write_pairs(folder: Path, lines: int) -> None:
+    letters = random.Random(0)
+    for part in ("train", "eval", "test"):
+        with open(folder / f"new_aan_pairs.{part}.tsv", "w", encoding="utf-8") as file:
+            for number in range(lines):
+                one, two = ("".join(letters.choices('abc "é', k=5 + 4 * number)) for _ in range(2))
+                file.write(f"{number % 2}.0\tA{number}\tB{number}\t{one}x\t{two}x\n")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data, or a skip."""
+    folder = Path(os.environ.get("MACFORMER_SHARED_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder} is not there (set MACFORMER_SHARED_DATA)")
+    return folder

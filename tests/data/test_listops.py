@@ -1,0 +1,140 @@
+"""ListOps: the value, the official text, the generator's law, the same data for any number of workers."""
+
+import gzip
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lra_data import listops
+from lra_data.base import DataError
+
+
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("7", 7),
+        ("[MIN 4 2 9 ]", 2),
+        ("[MAX 4 2 [SM 5 6 7 ] ]", 8),
+        ("[MED 1 2 3 8 ]", 2),  # int(2.5)
+        ("[MED 9 1 5 ]", 5),
+        ("[SM 9 9 9 ]", 7),
+        ("( ( ( [MAX 1 ) ( ( ( [MIN 3 ) 2 ) ] ) ) ] )", 2),
+    ],
+)
+def test_evaluate(source: str, value: int) -> None:
+    assert listops.evaluate(source) == value
+
+
+@pytest.mark.parametrize("source", ["", "[MAX 1", "[MAX ]", "1 2", "[AVG 1 2 ]", "]", "12", "[MAX 1 ] ]"])
+def test_what_is_no_expression_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match=r"(no arguments|unexpected|not one whole)"):
+        listops.evaluate(source)
+
+
+def test_generated_examples_are_distinct_official_and_right() -> None:
+    examples = list(itertools.islice(listops.generate(seed=5), 300))
+    assert len({source for source, _ in examples}) == 300
+    for source, target in examples:
+        assert listops.evaluate(source) == target
+        tokens = source.split()
+        plain = [token for token in tokens if token not in "()"]
+        assert 500 < len(plain) < 2000
+        assert len(tokens) == 3 * len(plain) - 2
+        assert set(plain) <= set(listops.TOKENS)
+
+
+def test_generator_bounds_are_kept() -> None:
+    for source, _ in itertools.islice(listops.generate(1, min_length=10, max_length=30, max_depth=3, max_args=4), 200):
+        tokens = source.replace("(", "").replace(")", "").split()
+        assert 10 < len(tokens) < 30
+        depths = list(itertools.accumulate((t in listops.TOKENS[:4]) - (t == "]") for t in tokens))
+        assert max(depths) <= 2  # max_depth counts the digits' level
+        assert listops.evaluate(source) in range(10)
+
+
+def test_a_seed_is_a_data_set() -> None:
+    first, same, other = (list(itertools.islice(listops.generate(seed), 20)) for seed in (1, 1, 2))
+    assert first == same
+    assert first != other
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_data_do_not_depend_on_the_number_of_workers(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listops.os, "sched_getaffinity", lambda _: range(workers))
+    sizes = {"train": 1500, "dev": 5, "test": 5}  # more than two chunks
+    task = listops.load(str(tmp_path), 64, 60, 10, True, sizes, seed=3)
+    expected = itertools.islice(listops.generate(3, 10, 60), 1510)
+    splits = [task.splits[name] for name in ("train", "dev", "test")]
+    for split in splits:
+        ids, labels = split.batch(np.arange(len(split)), trim=False)
+        for row, label, (source, target) in zip(ids, labels, expected, strict=False):
+            words = [listops.TOKENS[token - 1] for token in row[row > 0]]
+            assert words == source.replace("(", "").replace(")", "").split()
+            assert label == target
+
+
+def test_without_brackets_the_closing_ones_are_gone(tmp_path: Path) -> None:
+    sizes = {"train": 20, "dev": 2, "test": 2}
+    with_, without = (listops.load(str(tmp_path), 64, 60, 10, keep, sizes, seed=3) for keep in (True, False))
+    assert with_.fingerprint != without.fingerprint
+    for i in range(20):
+        ids, short = (task.splits["train"].batch(np.array([i]), trim=False)[0][0] for task in (with_, without))
+        assert ids.max() == 15
+        assert short.max() <= 14
+        kept = ids[(ids > 0) & (ids < 15)]
+        assert short[: len(kept)].tolist() == kept.tolist()
+        assert not short[len(kept) :].any()
+
+
+def test_lengths_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    sizes = {"train": 20, "dev": 2, "test": 2}
+    with pytest.raises(DataError, match="max_length=100, length=64"):
+        listops.load(str(tmp_path), 64, 100, 10, True, sizes, seed=0)
+
+
+def test_more_examples_than_there_are_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="distinct ListOps expressions"):
+        listops.load(str(tmp_path), 64, 5, 3, True, {"train": 10**6, "dev": 1, "test": 1}, seed=0)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.data
+def test_the_official_examples_are_read_and_written_alike(shared_data: Path) -> None:
+    for source, target in official(shared_data):
+        assert listops.evaluate(source) == target
+        words = source.replace("(", "").replace(")", "").split()
+        tokens = np.array([listops.TOKENS.index(word) for word in words], np.uint8)
+        assert listops.to_source(tokens) == source
+
+
+@pytest.mark.data
+def test_the_generator_has_the_official_law(shared_data: Path) -> None:
+    """Means of length and label frequencies of 4,000 of ours and 2,000 official ones; |z| < 5 each, p < 1e-5 in all."""
+    ours = list(itertools.islice(listops.generate(seed=11), 4000))
+    theirs = official(shared_data)
+
+    def z(values: list[float], others: list[float]) -> float:
+        gap = np.mean(values) - np.mean(others)
+        return abs(gap) / np.sqrt(np.var(values) / len(values) + np.var(others) / len(others))
+
+    lengths = [[(len(source.split()) + 2) / 3 for source, _ in examples] for examples in (ours, theirs)]
+    assert z(*lengths) < 5
+    for label in range(10):
+        assert z(*([float(target == label) for _, target in examples] for examples in (ours, theirs))) < 5
+    for token in listops.TOKENS:
+        shares = [
+            [Counter(source.split())[token] / len(source.split()) for source, _ in examples[:1000]]
+            for examples in (ours, theirs)
+        ]
+        assert z(*shares) < 5
+
+
+def official(folder: Path) -> list[tuple[str, int]]:
+    with gzip.open(folder / "listops_reference.tsv.gz", "rt", newline="") as file:
+        lines = file.read().split("\r\n")[1:-1]
+    return [(source, int(target)) for source, target in (line.split("\t") for line in lines)]

@@ -1,0 +1,25 @@
+"""No change of the numbers goes unnoticed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import MODELS
+from tests.golden.losses import first_losses, read
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_losses_are_the_golden_ones(name: str, tmp_path: Path) -> None:
+    version, golden = read(name)
+    ours = torch.__version__.partition("+")[0]
+    if version != ours:
+        pytest.skip(f"the golden losses are those of torch {version}, this is {ours}")
+    assert first_losses(name, str(tmp_path)) == pytest.approx(golden, rel=1e-4)
+
+
+def test_the_golden_losses_differ_between_kernels_and_fall() -> None:
+    losses = {name: read(name)[1] for name in MODELS}
+    assert losses["macformer_exp"] == losses["macformer_trigh"]
+    assert len({tuple(values) for values in losses.values()}) == len(MODELS) - 1
+    assert all(len(values) == 20 for values in losses.values())

@@ -1,0 +1,120 @@
+"""The programs as a person runs them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from macformer import record as records
+from tests.conftest import ROOT
+
+TINY = ["trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"]
+
+
+def program(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **kwargs)  # type: ignore[call-overload]
+
+
+def paths(folder: Path) -> list[str]:
+    return [f"paths.{name}={folder / name}" for name in ("data", "results", "outputs")]
+
+
+def test_help_explains_the_groups_with_two_examples() -> None:
+    done = program("train.py", "--help")
+    assert done.returncode == 0
+    assert len(re.findall(r"^  python train.py ", done.stdout, re.MULTILINE)) == 2
+    for group in ("model", "task", "trainer", "protocol", "logger", "experiment"):
+        assert re.search(rf"^  {group} +\w", done.stdout, re.MULTILINE), group
+        assert re.search(rf"^{group}: \w", done.stdout, re.MULTILINE), group
+
+
+def test_a_run_shows_what_it_is_its_progress_and_its_end(tmp_path: Path) -> None:
+    done = program("train.py", "model=macformer_inv", *TINY, *paths(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.match(r"macformer_inv \([\d,]+ parameters\) on listops \(generated: 64 / 8 / 8\)", lines[0])
+    assert re.match(r"step +5/10  loss \d.\d{4}  dev accuracy +\d+.\d\d%  [\d.]+ steps/s  0:00 left", lines[2])
+    assert lines[-2].startswith("test accuracy ")
+    assert "USDT" not in done.stderr  # the profiler's chatter
+    assert len(list((tmp_path / "results").rglob("*.json"))) == 1
+
+
+def test_a_sweep_runs_every_cell_and_goes_on_after_a_failure(tmp_path: Path) -> None:
+    rates = "task.learning_rate=1e30,1e-3"  # the first diverges
+    done = program("train.py", "-m", "model=transformer,rfa", "seed=1", rates, *TINY, *paths(tmp_path))
+    assert done.returncode == 1
+    assert "error: listops.transformer.1." in done.stderr
+    assert "ended as diverged" in done.stderr
+    found = [records.read(file) for file in (tmp_path / "results").rglob("*.json")]
+    assert len(found) == 4
+    assert {record.model for record in found if record.status == "ok"} == {"transformer", "rfa"}
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.attention.features=12x", "model.attention.features=12x does not fit RMFAttention"),
+        ("model.attention.featurs=64", "model.attention.featurs is not known; the keys there are head_dim, features"),
+        ("model=macformer_cos", "model=macformer_cos is not known; choose one of macformer_exp, macformer_inv"),
+        ("task=text", "task=text needs .*aclImdb_v1.tar.gz, which is not there"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_no_stack_trace(override: str, sentence: str, tmp_path: Path) -> None:
+    failed = program("train.py", override, *paths(tmp_path))
+    assert failed.returncode == 1
+    errors = [line for line in failed.stderr.splitlines() if not line.startswith("Error executing job")]
+    assert len(errors) == 1
+    assert re.match(f"error: {sentence}", errors[0])
+    assert not list((tmp_path / "results").rglob("*.json"))
+
+
+def test_an_interrupted_run_leaves_a_record(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", *TINY, "trainer.steps=100000", *paths(tmp_path)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: stopped after" in rest
+    (file,) = (tmp_path / "results").rglob("*.json")
+    assert records.read(file).status == "interrupted"
+
+
+def test_table_writes_what_it_prints(tmp_path: Path) -> None:
+    done = program("scripts/table.py", str(tmp_path))
+    assert done.returncode == 0
+    assert done.stdout.startswith((tmp_path / "tables" / "table2.md").read_text())
+
+
+def test_wandb_offline_needs_no_login(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "WANDB_SILENT": "true"}
+    done = program("train.py", *TINY, "logger=wandb", *paths(tmp_path), env=os.environ | home)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "outputs" / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
+def test_quickstart_beats_the_majority_class_by_three_standard_errors(tmp_path: Path) -> None:
+    """Six minutes. The very sweep of `make quickstart`."""
+    models = "model=transformer,rfa,macformer_exp"
+    done = program("train.py", "-m", "experiment=quickstart", models, *paths(tmp_path)[::2])
+    assert done.returncode == 0, done.stderr
+    found = [records.read(file) for file in (tmp_path / "outputs").rglob("runs/**/*.json")]
+    assert {record.model for record in found} == {"transformer", "rfa", "macformer_exp"}
+    for record in found:
+        floor = record.data.majority
+        error = (floor * (1 - floor) / record.data.examples["test"]) ** 0.5
+        assert record.quality
+        assert record.quality.test_accuracy > floor + 3 * error, record.model

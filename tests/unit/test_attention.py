@@ -1,0 +1,218 @@
+"""Attentions against slow, obvious references: values, gradients, masks, prefixes, precision."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from macformer.attention import KernelAttention, RFAttention, RMFAttention, SoftmaxAttention
+from macformer.kernels import KERNELS
+from macformer.ppsbn import PreSBN
+
+d = 8
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
+    "explicit": lambda: SoftmaxAttention(),
+    "checkpointed": lambda: SoftmaxAttention(implementation="checkpointed"),
+    "sdpa": lambda: SoftmaxAttention(implementation="sdpa"),
+    "kernel": lambda: KernelAttention("inv"),
+    "rfa": lambda: RFAttention(d, 16, heads=2, generator=seeded()),
+    **{f"rmfa_{kernel}": lambda kernel=kernel: RMFAttention(d, 16, kernel, generator=seeded()) for kernel in KERNELS},
+    "rmfa_release": lambda: RMFAttention(d, 16, sampling="release", generator=seeded()),
+}
+
+
+def qkv(n: int = 7, m: int = 7, seed: int = 1, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q and k in the unit ball, as after pre-SBN: inside the domain of every kernel."""
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, 2, length, d, generator=rng, dtype=torch.float64) for length in (n, m, m))
+    return [t.to(dtype).requires_grad_() for t in (PreSBN()(q), PreSBN()(k), v)]
+
+
+def gradients(attention: nn.Module, inputs: list[Tensor], *args: object, **kwargs: object) -> list[Tensor]:
+    out = attention(*inputs, *args, **kwargs)
+    weight = torch.randn(out.shape, generator=seeded(), dtype=torch.float64).to(out)
+    # A map that drew constants alone does not depend on q: its gradient is zero.
+    return list(torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True))
+
+
+def by_loops(kernel: Callable[[float], float], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool) -> Tensor:
+    """The definition: for each query, a sum over the keys that it sees."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    for b, h, i in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
+        seen = [j for j in range(k.shape[2]) if mask[b, j] and (j <= i or not causal)]
+        weights = [kernel(float(q[b, h, i] @ k[b, h, j]) / math.sqrt(q.shape[-1])) for j in seen]
+        for weight, j in zip(weights, seen, strict=True):
+            out[b, h, i] += weight / sum(weights) * v[b, h, j]
+    return out
+
+
+MASK = torch.tensor([[True] * 7, [True, False, True, True, False, False, False]])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["explicit", "checkpointed", "sdpa", *(f"exact_{k}" for k in KERNELS)])
+def test_exact_attention_is_the_definition(name: str, causal: bool) -> None:
+    attention = KernelAttention(name[6:]) if name.startswith("exact_") else ATTENTIONS[name]()
+    kernel = KERNELS[name[6:]].value if name.startswith("exact_") else torch.exp
+    inputs = [t.detach() for t in qkv()]
+    expected = by_loops(lambda t: float(kernel(torch.tensor(t, dtype=torch.float64))), *inputs, MASK, causal)
+    torch.testing.assert_close(attention(*inputs, MASK, causal), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["checkpointed", "sdpa"])
+def test_softmax_implementations_have_the_same_gradients(name: str, causal: bool) -> None:
+    for mask in (None, MASK):
+        ours = gradients(ATTENTIONS[name](), qkv(), mask, causal)
+        torch.testing.assert_close(ours, gradients(KernelAttention("exp"), qkv(), mask, causal))
+
+
+def test_softmax_drops_only_while_training() -> None:
+    attention = SoftmaxAttention(dropout=0.5)
+    q, k, v = qkv()
+    assert not torch.equal(attention(q, k, v), attention(q, k, v))
+    attention.eval()
+    torch.testing.assert_close(attention(q, k, v), SoftmaxAttention()(q, k, v))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [n for n in ATTENTIONS if n.startswith(("rmfa", "rfa"))])
+def test_random_feature_attention_is_its_formula(name: str, causal: bool) -> None:
+    """phi(q_i) . sum_j phi(k_j) v_j / max(phi(q_i) . sum_j phi(k_j), floor): values and gradients."""
+    attention = ATTENTIONS[name]().double()
+
+    def slow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scaled = [x / x.norm(dim=-1, keepdim=True) if name == "rfa" else x * d**-0.25 for x in (q, k)]
+        phi_q, phi_k = (attention.feature_map(x) for x in scaled)
+        rows = []
+        for i in range(q.shape[2]):
+            keep = MASK.clone()
+            keep[:, i + 1 :] &= not causal
+            weights = (phi_q[:, :, i, None] * phi_k).sum(-1) * keep[:, None]
+            total = torch.maximum(weights.sum(-1, keepdim=True), 0.1 * keep.sum(-1)[:, None, None])
+            rows.append((weights[..., None] * v).sum(-2) / total)
+        return torch.stack(rows, 2)
+
+    inputs = qkv()
+    torch.testing.assert_close(attention(*inputs, MASK, causal), slow(*inputs))
+    torch.testing.assert_close(gradients(attention, inputs, MASK, causal), gradients(slow, inputs))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rmfa_approaches_exact_kernel_attention(kernel: str) -> None:
+    """The error falls like D^(-1/2): 64 times the features, about an eighth of it (here: less than a quarter)."""
+    q, k, v = (t.detach() for t in qkv(n=40, m=40))
+    exact = KernelAttention(kernel)(q, k, v)
+    spread = (exact - v.mean(-2, keepdim=True)).norm()  # what plain averaging of v leaves undone
+
+    def error(features: int) -> float:
+        draws = [RMFAttention(d, features, kernel, generator=torch.Generator().manual_seed(s)) for s in range(4)]
+        return sum(float((draw.double()(q, k, v) - exact).norm() / spread) for draw in draws) / 4
+
+    assert error(512 * 64) < error(512) / 4
+    assert error(512 * 64) < 0.15
+
+
+def test_rfa_approaches_gaussian_attention() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    cosine = nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT
+    attention = RFAttention(d, 2**15, generator=seeded()).double()
+    torch.testing.assert_close(attention(q, k, v), cosine.softmax(-1) @ v, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_padding_has_no_influence(name: str) -> None:
+    """Masked keys and values of 1e9 change neither the output nor any gradient of what is kept."""
+    attention = ATTENTIONS[name]().double()
+    short = qkv(n=7, m=5)
+    padded = [t.detach().clone() for t in short]
+    for i in (1, 2):
+        padded[i] = torch.cat([padded[i], torch.full((2, 2, 3, d), 1e9, dtype=torch.float64)], 2)
+    padded = [t.requires_grad_() for t in padded]
+    mask = torch.tensor([[True] * 5 + [False] * 3] * 2)
+    torch.testing.assert_close(attention(*padded, mask), attention(*short), rtol=1e-9, atol=1e-9)
+    ours, expected = gradients(attention, padded, mask), gradients(attention, short)
+    for i, size in enumerate((7, 5, 5)):
+        torch.testing.assert_close(ours[i][:, :, :size], expected[i], rtol=1e-9, atol=1e-9)
+        assert not ours[i][:, :, size:].any()
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_causal_rows_see_their_prefix_alone(name: str) -> None:
+    attention = ATTENTIONS[name]().double()
+    q, k, v = (t.detach() for t in qkv())
+    rows = [attention(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(7)]
+    torch.testing.assert_close(attention(q, k, v, causal=True), torch.cat(rows, 2))
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_query_without_keys_gets_zeros(name: str) -> None:
+    attention = ATTENTIONS[name]().double()
+    mask = torch.tensor([[True] * 7, [False] * 7])
+    inputs = qkv()
+    out = attention(*inputs, mask)
+    assert not out[1].any()
+    assert out[0].any()
+    assert all(g.isfinite().all() for g in gradients(attention, inputs, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_half_precision_comes_and_goes_but_the_sums_are_float32(name: str, dtype: torch.dtype) -> None:
+    attention = ATTENTIONS[name]()
+    q, k, v = (t.detach() for t in qkv(n=64, m=64, dtype=dtype))
+    out = attention(q, k, v)
+    assert out.dtype == dtype
+    exact = attention(q.float(), k.float(), v.float())
+    torch.testing.assert_close(out, exact.to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["rfa", "rmfa_exp", "rmfa_inv"])
+def test_gradcheck(name: str) -> None:
+    attention = ATTENTIONS[name]().double()
+    assert torch.autograd.gradcheck(lambda *inputs: attention(*inputs, MASK), qkv())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 9),
+    m=st.integers(1, 9),
+    width=st.integers(1, 12),
+    features=st.integers(1, 20),
+    data=st.data(),
+)
+def test_any_shape_and_mask_gives_finite_numbers(
+    n: int, m: int, width: int, features: int, data: st.DataObject
+) -> None:
+    mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=m, max_size=m), min_size=2, max_size=2)))
+    rng = torch.Generator().manual_seed(n * 100 + m)
+    q, k = (PreSBN()(torch.randn(2, 3, size, width, generator=rng)) for size in (n, m))
+    v = torch.randn(2, 3, m, width, generator=rng)
+    for attention in (
+        SoftmaxAttention(),
+        KernelAttention("sqrt"),
+        RMFAttention(width, features, "log", generator=rng),
+        RFAttention(width, 2 * features, heads=3, generator=rng),
+    ):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = attention(*inputs, mask)
+        assert out.shape == (2, 3, n, width)
+        assert out.isfinite().all()
+        assert all(g.isfinite().all() for g in gradients(attention, inputs, mask))
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="choose one of explicit, checkpointed, sdpa"):
+        SoftmaxAttention(implementation="flash")
+    with pytest.raises(ValueError, match=r"dropout=1\.5"):
+        SoftmaxAttention(dropout=1.5)

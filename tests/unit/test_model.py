@@ -1,0 +1,111 @@
+"""The classifier: the paper's sizes, padding, pooling, pairs, draws."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from lra_data.base import TaskSpec
+from macformer import config as configs
+from macformer.dropout import Dropout
+from tests.conftest import MODELS
+
+SPEC = TaskSpec(vocabulary=32, length=64, classes=10, paired=False)
+Composed = Callable[..., DictConfig]
+
+
+def build(config: DictConfig, spec: TaskSpec = SPEC, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return configs.build(config, "model", **asdict(spec))
+
+
+def some_ids(*lengths: int, padded: int = 64) -> torch.Tensor:
+    ids = torch.zeros(len(lengths), padded, dtype=torch.long)
+    for row, length in zip(ids, lengths, strict=True):
+        row[:length] = torch.randint(1, 15, (length,))
+    return ids
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_count_is_that_of_the_paper(name: str, composed: Composed) -> None:
+    """2 layers of width 64, 2 heads of 32, feed-forward 128, tables of 32 and 2048, head 64-128-10."""
+    model = build(composed(f"model={name}"), TaskSpec(32, 2048, 10, False))
+    norm, attend, feed = 2 * 64, 4 * (64 * 64 + 64), (64 * 128 + 128) + (128 * 64 + 64)
+    extra = {"macformer": 2 * 32, "rfa": 2 * 32}.get(name.split("_")[0], 0)  # gamma and beta; sigma a head and channel
+    layers = 2 * (norm + attend + norm + feed + extra)
+    head = (64 * 128 + 128) + (128 * 10 + 10)
+    assert sum(p.numel() for p in model.parameters()) == 32 * 64 + 2048 * 64 + layers + norm + head
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pooling", ["padded", "masked"])
+def test_padding_has_no_influence(name: str, pooling: str, composed: Composed) -> None:
+    """More padding, or another embedding of the padding id, changes nothing: both poolings."""
+    model = build(composed(f"model={name}", f"model.pooling={pooling}")).eval()
+    ids = some_ids(40, 3)
+    expected = model(ids)
+    torch.testing.assert_close(model(ids[:, :48]), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        model.tokens.weight[0] = 1e3
+    torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pooling", "ratio"), [("padded", 64 / 16), ("masked", 1.0)])
+def test_pooling_divides_by_the_padded_or_the_real_length(pooling: str, ratio: float, composed: Composed) -> None:
+    model = build(composed("model=transformer", f"model.pooling={pooling}")).eval()
+    ids = some_ids(16)
+    total = []
+    model.norm.register_forward_hook(lambda module, args, out: total.append(out[0, :16].mean(0)))
+    pooled = model.encode(ids)[0]
+    torch.testing.assert_close(pooled * ratio, total[0])
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("macformer", "rfa"))])
+def test_layers_have_different_draws(name: str, composed: Composed) -> None:
+    first, second = (layer.attend.attention.feature_map for layer in build(composed(f"model={name}")).layers)
+    draws = [dict(m.named_buffers()) for m in (first, second)]
+    key = "noise" if name == "rfa" else "signs"
+    assert draws[0][key].shape != draws[1][key].shape or not torch.equal(draws[0][key], draws[1][key])
+    assert key in {name.rsplit(".", 1)[-1] for name in build(composed(f"model={name}")).state_dict()}
+
+
+def test_a_pair_is_encoded_side_by_side(composed: Composed) -> None:
+    model = build(composed("model=rfa"), TaskSpec(32, 64, 2, paired=True)).eval()
+    a, b = some_ids(40, 3), some_ids(5, 64)
+    encoded_a, encoded_b = model.encode(a), model.encode(b)
+    joined = torch.cat([encoded_a, encoded_b, encoded_a * encoded_b, encoded_a - encoded_b], -1)
+    torch.testing.assert_close(model(torch.stack([a, b], 1)), model.head(joined))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_moves_between_models_of_other_seeds(name: str, composed: Composed) -> None:
+    one, other = (build(composed(f"model={name}"), seed=seed).eval() for seed in (0, 1))
+    other.load_state_dict(one.state_dict())
+    ids = some_ids(40, 3)
+    assert torch.equal(one(ids), other(ids))
+
+
+def test_dropout_keeps_the_mean_and_drops_the_stated_share() -> None:
+    """1e6 elements: a share off by more than 5.5 standard errors has probability 4e-8."""
+    torch.manual_seed(0)
+    x = torch.ones(1_000_003, requires_grad=True)
+    out = Dropout(0.1)(x)
+    (out * 3).sum().backward()
+    share = float((out == 0).double().mean())
+    assert abs(share - 0.1) < 5.5 * (0.1 * 0.9 / 1e6) ** 0.5
+    assert float(out.detach().max()) == pytest.approx(1 / 0.9, rel=1e-4)
+    assert x.grad is not None
+    assert torch.equal(x.grad, 3 * out.detach())
+    kept = (out > 0).double() - (1 - share)  # neighbours share a draw of 64 bits, and yet are independent
+    assert abs(float((kept[:-1] * kept[1:]).mean())) < 5.5 * 0.09 / 1e3
+
+
+def test_dropout_is_off_in_evaluation_and_at_zero() -> None:
+    x = torch.randn(5)
+    assert Dropout(0.0)(x) is x
+    assert Dropout(0.5).eval()(x) is x
+    with pytest.raises(ValueError, match=r"dropout=1\.0 must be"):
+        Dropout(1.0)

@@ -1,0 +1,113 @@
+"""The record: its schema, its name, whole or not there."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig
+
+import train
+from macformer import record as records
+
+Cell = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def run(cell: Cell, tmp_path: Path) -> tuple[records.Record, Path]:
+    record = train.run(cell("listops", "rfa"), ["task=listops", "model=rfa"])
+    (file,) = (tmp_path / "runs" / "listops" / "rfa").glob("*.json")
+    return record, file
+
+
+def test_a_run_leaves_one_valid_record(run: tuple[records.Record, Path]) -> None:
+    record, file = run
+    assert file.stem == record.run_id
+    assert records.read(file) == record
+    assert record.run_id.startswith("listops.rfa.0.")
+    assert record.status == "ok"
+    assert record.steps_done == 10
+    assert record.parameters > 0
+    assert record.data.source == "generated"
+    assert record.data.examples == {"train": 16, "dev": 8, "test": 8}
+    assert record.config["trainer"]["steps"] == 8
+    assert record.overrides == ["task=listops", "model=rfa"]
+    assert [point.step for point in record.history] == [5, 10]
+    time = record.time
+    assert time is not None
+    assert 0 < time.warmup_seconds < time.train_seconds
+    assert time.step_p10 <= time.step_p50 <= time.step_p90
+    assert time.data_wait_seconds < time.train_seconds
+    assert not list(file.parent.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"schema_version": "one"}, "schema_version"),
+        ({"surprise": 1}, "surprise"),
+        ({"status": "fine"}, "status"),
+        ({"quality": {"test_accuracy": 0.5}}, "quality"),
+    ],
+)
+def test_what_does_not_fit_the_schema_is_refused_by_name(
+    run: tuple[records.Record, Path], change: dict, complaint: str
+) -> None:
+    _, file = run
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=f"{file.name} is not a run record of schema 1: {complaint}"):
+        records.read(file)
+
+
+def test_a_truncated_record_is_refused(run: tuple[records.Record, Path]) -> None:
+    _, file = run
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(ValueError, match="is not a run record"):
+        records.read(file)
+
+
+def test_a_finished_run_is_not_repeated_unless_forced(
+    cell: Cell, run: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, file = run
+    written = file.stat().st_mtime_ns
+    assert train.run(cell("listops", "rfa"), []) == record
+    assert "is finished" in capsys.readouterr().out
+    assert file.stat().st_mtime_ns == written
+    again = train.run(cell("listops", "rfa", "force=true"), [])
+    assert again.quality == record.quality
+    assert file.stat().st_mtime_ns > written
+
+
+def test_a_run_that_failed_is_repeated_and_replaced(cell: Cell, run: tuple[records.Record, Path]) -> None:
+    record, file = run
+    records.write(record.model_copy(update={"status": "oom", "quality": None}), file)
+    assert train.run(cell("listops", "rfa"), []).status == "ok"
+    assert records.read(file).status == "ok"
+
+
+def test_a_finished_record_of_another_commit_is_kept_with_a_warning(
+    cell: Cell, run: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, file = run
+    records.write(record.model_copy(update={"code": records.Code(commit="abc", dirty=False)}), file)
+    train.run(cell("listops", "rfa"), [])
+    assert "made by commit abc" in capsys.readouterr().out
+
+
+def test_run_id_covers_what_decides_the_result() -> None:
+    config = {"task": {"name": "text"}, "model": {"name": "rfa"}, "seed": 3, "paths": {"data": "a"}, "force": False}
+    name = records.run_id(config, "f")
+    assert name.startswith("text.rfa.3.")
+    assert records.run_id(config | {"paths": {"data": "b"}, "force": True, "logger": {"x": 1}}, "f") == name
+    assert records.run_id(config, "g") != name
+    assert records.run_id(config | {"threads": 2}, "f") != name
+
+
+@given(st.lists(st.booleans(), min_size=1))
+def test_outcomes_survive_packing(outcomes: list[bool]) -> None:
+    packed = records.pack_bits(np.array(outcomes))
+    assert records.unpack_bits(packed, len(outcomes)).tolist() == outcomes

@@ -1,0 +1,185 @@
+"""The loop: schedule, reproducibility, best-by-dev, failures, memory."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+import train
+from macformer import config as configs
+from macformer import device as devices
+from macformer.record import unpack_bits
+from macformer.trainer import Result, Trainer, evaluate
+from tests.conftest import MODELS
+
+Cell = Callable[..., DictConfig]
+CPU = torch.device("cpu")
+
+
+def fit(config: DictConfig) -> tuple[Result, nn.Module, object]:
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    torch.manual_seed(config.seed)
+    model = configs.build(config, "model", **asdict(task.spec))
+    result = configs.build(config, "trainer").fit(model, task, CPU, config.seed)
+    return result, model, task
+
+
+def test_same_seed_same_bits_and_another_seed_others(cell: Cell) -> None:
+    losses = [fit(cell("listops", "macformer_exp", f"seed={seed}"))[0].losses for seed in (0, 0, 1)]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_exp_and_trigh_are_the_same_model_bit_for_bit(cell: Cell) -> None:
+    exp, trigh = (fit(cell("listops", name))[0] for name in ("macformer_exp", "macformer_trigh"))
+    assert exp.losses == trigh.losses
+    assert exp.quality == trigh.quality
+
+
+def test_schedule_rises_and_falls_linearly(cell: Cell) -> None:
+    steps = ["trainer.warmup_steps=4", "trainer.steps=6", "trainer.evaluate_every=1"]
+    history = fit(cell("listops", "rfa", *steps, "task.learning_rate=1e-3"))[0].history
+    rates = [point.learning_rate for point in history]
+    assert rates[0] == pytest.approx(1e-3 / 25)
+    assert rates[3] == max(rates) == pytest.approx(1e-3)
+    assert rates[-1] == pytest.approx(1e-3 / 250_000)
+    assert np.diff(rates[:4]) == pytest.approx(np.full(3, (1e-3 - 4e-5) / 3))
+    assert np.diff(rates[3:]) == pytest.approx(np.full(6, (4e-9 - 1e-3) / 6))
+
+
+@pytest.mark.parametrize(("protocol", "lowest", "highest"), [("paper", 0.85, 0.95), ("clean", 0.9, 0.9)])
+def test_momentum_cycles_under_the_paper_protocol_alone(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch, protocol: str, lowest: float, highest: float
+) -> None:
+    seen: list[dict] = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *args: object) -> None:
+        seen.append(dict(self.param_groups[0]))
+        step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    fit(cell("listops", "rfa", f"protocol={protocol}"))
+    betas = [group["betas"][0] for group in seen]
+    assert (min(betas), max(betas)) == pytest.approx((lowest, highest))
+    assert {(group["eps"], group["weight_decay"]) for group in seen} == {(1e-6, 0)}
+
+
+def test_the_best_by_dev_is_tested_and_the_last_one_too(cell: Cell) -> None:
+    config = cell("listops", "rfa", "task.learning_rate=3e-2", "trainer.evaluate_every=1", "trainer.steps=12")
+    result, model, task = fit(config)
+    accuracies = [point.dev_accuracy for point in result.history]
+    quality = result.quality
+    assert quality is not None
+    assert quality.dev_accuracy == max(accuracies)
+    assert quality.dev_step == accuracies.index(max(accuracies)) + 1
+    assert quality.last_dev_accuracy == accuracies[-1]
+    test = task.splits["test"]
+    outcomes, _ = evaluate(model, test, np.arange(len(test)), 3, CPU, trim=True)  # the model now holds the best weights
+    assert quality.test_accuracy == outcomes.mean()
+    assert unpack_bits(quality.correct, quality.test_examples).tolist() == outcomes.tolist()
+
+
+def test_evaluation_does_not_depend_on_the_batch_size(cell: Cell) -> None:
+    _, model, task = fit(cell("retrieval", "macformer_inv"))
+    test = task.splits["test"]
+    one, all_ = (evaluate(model, test, np.arange(len(test)), size, CPU, trim=False) for size in (1, 8))
+    assert one[0].tolist() == all_[0].tolist()
+    assert one[1] == pytest.approx(all_[1], rel=1e-5)
+    assert model.training
+
+
+def test_a_dev_subset_is_the_same_in_every_run(cell: Cell) -> None:
+    sizes = ["trainer.dev_examples=3", "task.data.examples.dev=12"]
+    points = [fit(cell("listops", "rfa", *sizes, f"seed={seed}"))[0] for seed in (0, 1)]
+    assert [p.quality.dev_examples for p in points if p.quality] == [3, 3]
+
+
+def test_a_loss_that_is_not_finite_is_a_result(cell: Cell) -> None:
+    with pytest.raises(train.RunFailed, match=r"ended as diverged: the loss is (nan|inf) at step"):
+        train.run(cell("listops", "transformer", "task.learning_rate=1e30"), [])
+
+
+class Failing(nn.Module):
+    def __init__(self, error: BaseException):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.error = error
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (torch.OutOfMemoryError(), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "oom"),
+    ],
+)
+def test_other_failures_are_results_too(cell: Cell, error: BaseException, status: str) -> None:
+    config = cell("listops", "rfa")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    result = configs.build(config, "trainer").fit(Failing(error), task, CPU, 0)
+    assert result.status == status
+    assert "0 steps" in result.message
+
+
+def test_a_bug_is_no_result(cell: Cell) -> None:
+    config = cell("listops", "rfa")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    with pytest.raises(RuntimeError, match="a bug"):
+        configs.build(config, "trainer").fit(Failing(RuntimeError("a bug")), task, CPU, 0)
+
+
+def test_memory_is_the_peak_of_live_bytes() -> None:
+    """x, 8 MB, is squared twice (two more tensors), one of them freed before a third is made."""
+    x = torch.zeros(1_000_000, dtype=torch.float64)
+
+    def step() -> None:
+        y = x * x
+        z = y * y
+        del y
+        del z
+        torch.rand(1)
+        (x + x).sum()
+
+    before = torch.get_rng_state()
+    peak, method = devices.peak_bytes(CPU, [x], step)
+    assert peak == pytest.approx(24e6, rel=0.001)
+    assert "live tensor bytes" in method
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_of_a_run_is_repeatable(cell: Cell, name: str) -> None:
+    first, second = (fit(cell("listops", name))[0].memory for _ in range(2))
+    assert first is not None
+    assert first == second
+    assert first.peak_bytes > 100_000
+
+
+def test_bad_arguments_are_named() -> None:
+    good = {"warmup_steps": 1, "steps": 1, "batch_size": 1, "learning_rate": 1e-3, "evaluate_every": 1}
+    good |= {"pad": "full", "bucket": False}
+    with pytest.raises(ValueError, match="steps=0 must be a whole number"):
+        Trainer(**good | {"steps": 0}, dev_examples=1, cycle_momentum=True)
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_device_choice(name: str) -> None:
+    assert devices.choose(name).type in ("cpu", "cuda")
+
+
+def test_unknown_or_missing_device() -> None:
+    with pytest.raises(ValueError, match="choose one of auto, cpu, cuda"):
+        devices.choose("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="use device=cpu"):
+            devices.choose("cuda")
