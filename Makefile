@@ -15,7 +15,7 @@ setup: .venv/.installed ## make .venv and install the package with its developme
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[dev,sweep]'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep]'
 	@touch $@
 
 quickstart: setup ## train three models on generated ListOps on the CPU and print their table (8 minutes at most)

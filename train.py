@@ -52,7 +52,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record:
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}); record: {file}")
 
-    logger = instantiate(resolved["logger"] | {"config": resolved}) if config.logger else None
+    logger = instantiate(config.logger, _partial_=True)(config=resolved) if config.logger else None
     result = trainer.fit(model, task, device, config.seed, log=logger and logger.log)
     record = records.Record(
         run_id=run_id,

@@ -109,9 +109,12 @@ def load(
     seed: int,
 ) -> Task:
     """Generated ListOps, made on first use (over all cores; the result does not depend on their number)."""
-    if not 2 < min_length + 1 < max_length <= length:
+    longest = max_length - 1
+    if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
+        longest -= -(-(longest - 1) // 11)
+    if not (2 <= min_length < max_length - 1 and longest <= length):
         raise DataError(
-            f"task.data needs 2 <= min_length < max_length - 1 and max_length <= length, "
+            f"task.data needs 2 <= min_length < max_length - 1 and length >= {longest} (the longest text), "
             f"got min_length={min_length}, max_length={max_length}, length={length}"
         )
 

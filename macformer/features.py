@@ -81,14 +81,16 @@ class RandomMaclaurin(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., D)."""
-        # factors[j] holds <w_{j+1}, x> of the features that have it: the first ones, as degrees descend.
-        factors = (x @ self.signs.mT).split(self._widths, -1)
-        constant = x.new_ones(*x.shape[:-1], len(self.scales) - (self._widths or [0])[0])
-        product = x.new_ones(*x.shape[:-1], 0)
-        for factor in reversed(factors):
+        first = self._widths[0] if self._widths else 0  # features that are no constants
+        scale, constant = self.scales.split([first, len(self.scales) - first])
+        # factors[j] holds <w_{j+1}, x> of the features that have it: the first ones, as degrees descend. The scale goes
+        # into w_1: a d x D product is nothing beside one of n x D.
+        w = torch.cat([self.signs[:first] * scale.unsqueeze(-1), self.signs[first:]])
+        product = x.new_empty(*x.shape[:-1], 0)
+        for factor in reversed((x @ w.mT).split(self._widths, -1)):
             deeper = product.shape[-1]
             product = torch.cat([product * factor[..., :deeper], factor[..., deeper:]], -1)
-        return torch.cat([product, constant], -1) * self.scales
+        return torch.cat([product, constant.expand(*x.shape[:-1], -1)], -1)
 
     def _count_factors(self) -> list[int]:
         """How many features have a first, a second, ... factor."""

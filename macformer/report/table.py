@@ -7,6 +7,7 @@ changed key is a row of its own.
 
 import json
 import math
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,14 +68,12 @@ class Table:
 
 def _tables(found: list[Record]) -> list[Table]:
     """The paper's protocol first. Two conditions of one task under the same shared ones make two tables."""
-    reference: dict[tuple[str, str], dict[str, Any]] = {}
-    for record in found:
-        cell = record.model, record.task
-        if cell not in reference:
-            reference[cell] = _paper_config(*cell)
+    papers: dict[tuple[str, str], Paper] = {}
     groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in found:
-        run = _place(record, reference[record.model, record.task])
+        cell = record.model, record.task
+        papers[cell] = papers.get(cell) or _paper(*cell)
+        run = _place(record, papers[cell])
         environment = record.environment
         machine = environment.device_name, environment.threads, environment.precision, environment.torch
         groups[run.shared, machine][record.task][run.own, record.data.fingerprint].append(run)
@@ -89,15 +88,25 @@ def _tables(found: list[Record]) -> list[Table]:
     return tables
 
 
-def _paper_config(model: str, task: str) -> dict[str, Any]:
-    """`python train.py model=M task=T`, flattened; empty for a model or task that has no YAML any more."""
+@dataclass
+class Paper:
+    """`python train.py model=M task=T` as the YAML files stand: the paper's protocol, keys joined by dots."""
+
+    values: dict[str, Any]
+    follows: dict[str, str]  # keys that take the value of another one
+
+
+def _paper(model: str, task: str) -> Paper:
+    """Empty for a model or task that has no YAML any more."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             config = compose("train", [f"model={model}", f"task={task}"])
     except MissingConfigException:
-        return {}
-    return _flat(OmegaConf.to_container(config, resolve=True))
+        return Paper({}, {})
+    raw = _flat(OmegaConf.to_container(config))
+    follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
+    return Paper(_flat(OmegaConf.to_container(config, resolve=True)), follows)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -106,23 +115,25 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name in tree for key, value in _flat(tree[name], f"{prefix}.{name}".strip(".")).items()}
 
 
-def _place(record: Record, paper: dict[str, Any]) -> Run:
+def _place(record: Record, paper: Paper) -> Run:
     """Sort a run's differences into row, shared and own conditions."""
     actual = _flat(record.config)
     row, shared, own = [], [], []
-    for key in sorted(actual.keys() | paper.keys()):
+    for key in sorted(actual.keys() | paper.values.keys()):
         group, _, name = key.partition(".")
-        if group in NOT_CONDITIONS or name == "name" or actual.get(key) == paper.get(key):
+        value, original = actual.get(key), paper.values.get(key)
+        if value == original or group in NOT_CONDITIONS or name == "name":
             continue
-        change = f"{name or group} = {actual.get(key)} (paper: {paper.get(key)})"
-        if group == "model" and name != "pooling":  # that one is the protocol's
-            row.append(f"{name}={actual.get(key)}")
+        if key in paper.follows and value == actual.get(paper.follows[key]):
+            continue  # said where it comes from
+        if group == "protocol" and key not in paper.follows.values():
+            continue  # of another task
+        change = f"{name or group} = {value} (paper: {original})"
+        if group == "model":
+            row.append(f"{name}={value}")
         elif group == "task":
             own.append(f"{record.task} {change}")
-        # The trainer takes these from the task or the top; said once is enough.
-        elif group == "trainer" and actual[key] in (actual.get(f"task.{name}", ...), actual.get(name, ...)):
-            continue
-        elif group != "model":
+        else:
             shared.append(f"{group} {change}" if name else change)
     label = record.model + (f" ({', '.join(row)})" if row else "")
     return Run(record, label, tuple(shared), tuple(own))
@@ -143,7 +154,7 @@ def _render(table: Table) -> str:
             cells[f"{task} {measure}"] = [_cell(ours.get(row), paper.get(row), measure) for row in rows]
         notes += _notes(task, table.columns.get(task, []))
         fill += _fill(task, table.columns.get(task, []), [row for row in rows if row not in ours])
-    lines = [f"## {_title(runs, conditions)}", "", cells.to_markdown(colalign=["left"] + ["right"] * cells.shape[1])]
+    lines = [*_title(runs, conditions), "", cells.to_markdown(colalign=["left"] + ["right"] * cells.shape[1])]
     lines += ["", "Time and memory are relative to the Transformer, accuracy is in percent; [the paper's value].", ""]
     lines += notes
     if conditions:
@@ -187,14 +198,16 @@ def _cell(ours: dict[str, float] | None, paper: float | None, measure: str) -> s
     return text if paper is None else f"{text} [{paper:.{digits}f}]"
 
 
-def _title(runs: list[Run], conditions: list[str]) -> str:
+def _title(runs: list[Run], conditions: list[str]) -> list[str]:
+    """One paragraph, wrapped for the screen: all that sets this table apart."""
     if not runs:
-        return "Table 2, the paper's protocol: no runs yet"
+        return ["**Table 2, the paper's protocol: no runs yet**"]
     environment = runs[0].record.environment
     machine = f"{environment.device_name} ({environment.threads} thread{'s' * (environment.threads > 1)})"
     if not conditions:
-        return f"Table 2, the paper's protocol, on {machine}"
-    return f"Table 2 on {machine}, NOT the paper's protocol: {'; '.join(conditions)}"
+        return [f"**Table 2, the paper's protocol, on {machine}**"]
+    title = f"**Table 2 on {machine}, NOT the paper's protocol: {'; '.join(conditions)}**"
+    return textwrap.wrap(title, 110, break_long_words=False, break_on_hyphens=False)
 
 
 def _notes(task: str, runs: list[Run]) -> list[str]:

@@ -109,23 +109,27 @@ def test_seeds_are_averaged(make: Make) -> None:
     [
         ("trainer=cpu", "trainer steps = 1000 (paper: 10000)"),
         ("protocol=clean", "protocol pooling = masked (paper: padded)"),
+        ("pad=trim", "pad = trim (paper: full)"),
+        ("trainer.batch_size=16", "trainer batch_size = 16 (paper: 32)"),
         ("task.learning_rate=1e-3", "listops learning_rate = 0.001 (paper: 0.0001)"),
         ("task.data.max_length=256", "listops data.max_length = 256 (paper: 2000)"),
     ],
 )
 def test_other_conditions_make_another_table_whose_title_says_so(make: Make, change: str, title: str) -> None:
     text = table.render([make("model=rfa"), make("model=rfa", change, accuracy=0.9)], [])
-    paper, other = text.split("\n## ")
+    paper, other = text.split("\n**Table 2")
     assert row(paper, "rfa")[5] == "37.00 [37.15]"
-    assert "NOT the paper's protocol" in other.splitlines()[0]
-    assert title in other.splitlines()[0]
+    heading = other.partition("**")[0].replace("\n", " ")
+    assert "NOT the paper's protocol: " in heading
+    assert title in heading
+    assert heading.count("paper:") <= 3  # each change once, where it comes from
     assert "not the paper's.** The full one" in other
     assert row(other, "rfa")[2] == "90.00 [37.15]"
 
 
 def test_a_changed_model_is_its_own_row(make: Make) -> None:
     text = table.render([make("model=rfa"), make("model=rfa", "model.attention.features=64", accuracy=0.5)], [])
-    assert text.count("## Table 2") == 1
+    assert text.count("**Table 2") == 1
     assert row(text, "rfa")[5] == "37.00 [37.15]"
     assert row(text, "rfa (attention.features=64)")[5] == "50.00"
 
