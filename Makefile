@@ -1,7 +1,6 @@
 # Every target sets up what it needs. PYTHON: the interpreter that makes .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Spinning threads slow each other down ten times on a busy machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 

@@ -29,19 +29,22 @@ def main(config: DictConfig) -> None:
 
 def run(config: DictConfig, overrides: list[str]) -> records.Record:
     """Compose -> task -> model -> fit -> record."""
-    resolved = configs.container(config)
+    configs.check_top(config)
     device = configs.checked("device", devices.choose, config.device)
+    resolved = configs.container(config) | {"device": device.type}  # what ran, not what `auto` may mean elsewhere
     trainer = configs.build(config, "trainer")
     configs.check(config, "model")  # a typing error should not wait for the data
     task = configs.build(config, "task.data", folder=config.paths.data)
     run_id = records.run_id(resolved, task.fingerprint)
     file = records.path(config.paths.results, resolved, run_id)
     code = records.code()
-    if not config.force and (finished := records.finished(file)):
+    finished = records.finished(file)
+    if finished and not config.force:
         print(f"{run_id} is finished: {file} (force=true repeats it)")
-        if finished.code != code:
+        if finished.code.commit != code.commit:
             print(f"warning: that record was made by commit {finished.code.commit}, this is {code.commit}")
         return finished
+    file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
 
     devices.prepare(device, config.threads)
     torch.manual_seed(config.seed)
@@ -52,7 +55,9 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record:
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}); record: {file}")
 
-    logger = instantiate(config.logger, _partial_=True)(config=resolved) if config.logger else None
+    logger = None
+    if config.logger:
+        logger = configs.checked("logger", instantiate(config.logger, _partial_=True), config=resolved)
     result = trainer.fit(model, task, device, config.seed, log=logger and logger.log)
     record = records.Record(
         run_id=run_id,
@@ -78,14 +83,15 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record:
         memory=result.memory,
         history=result.history,
     )
-    records.write(record, file)
+    if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
+        records.write(record, file)
     if logger:
         logger.finish()
     print(records.summary(record))
     if record.status == "interrupted":
         raise KeyboardInterrupt
     if record.status != "ok":
-        raise RunFailed(f"{run_id} ended as {record.status}: {record.message}; its record is {file}")
+        raise RunFailed(f"{run_id} ended as {record.status}: {record.message}")
     return record
 
 
@@ -93,9 +99,9 @@ if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come through to here, to be said in a sentence
     try:
         main()
-    except (configs.ConfigError, DataError, RunFailed) as error:
-        sys.exit(f"error: {error}")
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {configs.explain(error)}")
+    except (configs.ConfigError, DataError, RunFailed, OSError) as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
 from lra_data.base import SPLITS, DataError, Task
 
@@ -24,8 +25,11 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         task = prepare(arguments.task, arguments.overrides)
-    except (DataError, HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {error}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        sys.exit(f"error: task.data.{'.'.join(map(str, first['loc']))}={first['input']}: {first['msg']}")
+    except (DataError, HydraException, OmegaConfBaseException, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
     sizes = ", ".join(f"{split} {len(task.splits[split]):,}" for split in SPLITS)
     print(f"{arguments.task} is ready ({task.source}): {sizes}; fingerprint {task.fingerprint[:8]}")
 

@@ -17,12 +17,30 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PositiveInt
+from typing_extensions import TypedDict
 
 DATA_VERSION = 1  # raise it when the packed bytes of any task change: caches are then made anew
 SPLITS = ("train", "dev", "test")
 ROUND = 64  # trimmed batches have few different lengths
 WINDOW = 32  # batches that are sorted by length together when bucketing
 Source = Literal["lra", "stand-in", "generated"]
+
+
+class Sizes(TypedDict):
+    """Examples of each split."""
+
+    train: PositiveInt
+    dev: PositiveInt
+    test: PositiveInt
+
+
+class Caps(TypedDict):
+    """At most so many examples of each split; null = all."""
+
+    train: PositiveInt | None
+    dev: PositiveInt | None
+    test: PositiveInt | None
 
 
 class DataError(Exception):
@@ -87,11 +105,11 @@ class Task:
         train = self.splits["train"]
         return Batches(len(train), batch_size, seed, train.lengths if bucket else None)
 
-    @cached_property
+    @property
     def majority(self) -> float:
-        """Share of the test examples that the commonest training label gets right."""
-        commonest = np.bincount(self.splits["train"].labels).argmax()
-        return float((self.splits["test"].labels == commonest).mean())
+        """Share of the commonest test label: no constant answer does better."""
+        labels = self.splits["test"].labels
+        return float(np.bincount(labels).max() / len(labels))
 
 
 class Batches:
@@ -142,35 +160,52 @@ def cached(
     spec: TaskSpec,
     settings: dict[str, Any],
     build: Callable[[], tuple[Source, dict[str, Iterable[Example]]]],
+    files: Iterable[Path] = (),
 ) -> Task:
     """The task packed under folder/name/<hash of settings>, built there first if need be.
 
-    `settings` is all that decides the packed bytes. `build` gives the source and the examples of each split.
-    The files are written under a temporary name and renamed: a killed run leaves no half-made cache, and of two
-    runs that build the same data at once the first to finish wins.
+    `settings` is all that decides the packed bytes, but for the source `files`: where these are there and not those
+    that the cache was made from, it is made anew. `build` gives the source and the examples of each split.
+    The result is written under a temporary name and renamed: a killed run leaves no half-made cache, and of two runs
+    that build the same data at once the first to finish wins.
     """
     settings = {"data_version": DATA_VERSION, **settings}
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     home = Path(folder) / name / key
+    stamps = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.exists()}
+    if (home / "manifest.json").exists() and stamps and _manifest(home)["files"] != stamps:
+        print(f"{', '.join(stamps)} changed since {home} was made: it is made anew")
+        shutil.rmtree(home)
     if not (home / "manifest.json").exists():
         home.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=home.parent))
         try:
             source, splits = build()
             packed = {split: _pack(fresh / split, examples) for split, examples in splits.items()}
-            manifest = {"settings": settings, "source": source, "splits": packed}
-            (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2))
+            made = {"settings": settings, "source": source, "files": stamps, "splits": packed}
+            (fresh / "manifest.json").write_text(json.dumps(made, indent=2))
             _rename(fresh, home)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-    manifest = json.loads((home / "manifest.json").read_text())
+    manifest = _manifest(home)
     checksums = "".join(manifest["splits"][split]["sha256"] for split in SPLITS)
     return Task(
         spec=spec,
-        splits={split: _open(home / split, spec) for split in SPLITS},
+        splits={split: _open(home, split, spec) for split in SPLITS},
         source=manifest["source"],
         fingerprint=hashlib.sha256(checksums.encode()).hexdigest(),
     )
+
+
+def _damaged(home: Path) -> DataError:
+    return DataError(f"the packed data in {home} are damaged: delete that folder, and they will be made anew")
+
+
+def _manifest(home: Path) -> dict[str, Any]:
+    try:
+        return json.loads((home / "manifest.json").read_text())
+    except ValueError:
+        raise _damaged(home) from None
 
 
 def _rename(fresh: Path, home: Path) -> None:
@@ -210,6 +245,22 @@ def _pack(stem: Path, examples: Iterable[Example]) -> dict[str, Any]:
     }
 
 
-def _open(stem: Path, spec: TaskSpec) -> Split:
-    tokens = np.memmap(f"{stem}.tokens.bin", np.uint8, mode="r")
-    return Split(tokens, np.load(f"{stem}.offsets.npy"), np.load(f"{stem}.labels.npy"), spec)
+def _open(home: Path, name: str, spec: TaskSpec) -> Split:
+    try:
+        split = Split(
+            np.memmap(home / f"{name}.tokens.bin", np.uint8, mode="r"),
+            np.load(home / f"{name}.offsets.npy"),
+            np.load(home / f"{name}.labels.npy"),
+            spec,
+        )
+    except (OSError, ValueError):
+        raise _damaged(home) from None
+    if len(split.tokens) != split.offsets[-1]:
+        raise _damaged(home)
+    longest = int(split.lengths.max())
+    if longest > spec.length:
+        raise DataError(
+            f"task.data.length={spec.length} is too short for the longest text, {longest} tokens: "
+            "raise it, or lower task.data.max_length"
+        )
+    return split

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
 from lra_data import base
-from lra_data.base import DataError, Example, Source, Task, TaskSpec
+from lra_data.base import DataError, Example, Sizes, Source, Task, TaskSpec
 
 # Frozen and ordered: a token is stored as its place here. The digits 0..9 are 4..13; without brackets, 14 tokens.
 TOKENS = ("[MIN", "[MAX", "[MED", "[SM", *"0123456789", "]")
@@ -99,16 +100,18 @@ def to_source(tokens: NDArray[np.uint8]) -> str:
     return " ".join(words)
 
 
+@validate_call(config={"strict": True})
 def load(
     folder: str,
-    length: int,
-    max_length: int,
-    min_length: int,
+    length: PositiveInt,
+    max_length: PositiveInt,
+    min_length: PositiveInt,
     brackets: bool,
-    examples: dict[str, int],
-    seed: int,
+    examples: Sizes,
+    seed: NonNegativeInt,
 ) -> Task:
     """Generated ListOps, made on first use (over all cores; the result does not depend on their number)."""
+    sizes: dict[str, Any] = {**examples}
     longest = max_length - 1
     if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
         longest -= -(-(longest - 1) // 11)
@@ -119,15 +122,15 @@ def load(
         )
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        drawn = iter(_draw_many(sum(examples.values()), seed, min_length, max_length))
+        drawn = iter(_draw_many(sum(sizes.values()), seed, min_length, max_length))
         texts = ((((tokens if brackets else tokens[tokens != CLOSE]).tobytes(),), label) for tokens, label in drawn)
-        return "generated", {split: itertools.islice(texts, examples[split]) for split in base.SPLITS}
+        return "generated", {split: itertools.islice(texts, sizes[split]) for split in base.SPLITS}
 
     settings = {
         "min_length": min_length,
         "max_length": max_length,
         "brackets": brackets,
-        "examples": dict(examples),
+        "examples": sizes,
         "seed": seed,
     }
     spec = TaskSpec(VOCABULARY, length, classes=10, paired=False)

@@ -6,11 +6,13 @@ Read from LRA's new_aan_pairs.{train,eval,test}.tsv: label, id1, id2, text1, tex
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from pydantic import PositiveInt, validate_call
 from tqdm import tqdm
 
 from lra_data import base
-from lra_data.base import DataError, Example, Source, Task, TaskSpec
+from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
 
 PARTS = ("train", "eval", "test")
 FILES = {split: f"new_aan_pairs.{part}.tsv" for split, part in zip(base.SPLITS, PARTS, strict=True)}
@@ -19,11 +21,13 @@ VOCABULARY = 512  # the base code's embedding table; 257 ids are real
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 
 
-def load(folder: str, length: int, max_length: int, examples: dict[str, int | None]) -> Task:
+@validate_call(config={"strict": True})
+def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Caps) -> Task:
     """Pairs packed from the three files in `folder` on first use. `examples` caps the splits; null = all."""
+    paths = {split: Path(folder) / FILES[split] for split in base.SPLITS}
+    limits: dict[str, Any] = {**examples}
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        paths = {split: Path(folder) / FILES[split] for split in base.SPLITS}
         for path in paths.values():
             if not path.exists():
                 raise DataError(
@@ -32,12 +36,12 @@ def load(folder: str, length: int, max_length: int, examples: dict[str, int | No
                 )
         real = all(_lines(paths[split]) == PAIRS[split] for split in base.SPLITS)
         return "lra" if real else "stand-in", {
-            split: itertools.islice(_read(path, max_length), examples[split]) for split, path in paths.items()
+            split: itertools.islice(_read(path, max_length), limits[split]) for split, path in paths.items()
         }
 
-    settings = {"max_length": max_length, "examples": dict(examples)}
+    settings = {"max_length": max_length, "examples": limits}
     spec = TaskSpec(VOCABULARY, length, classes=2, paired=True)
-    return base.cached(folder, "retrieval", spec, settings, build)
+    return base.cached(folder, "retrieval", spec, settings, build, paths.values())
 
 
 def _lines(path: Path) -> int:

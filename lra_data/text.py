@@ -5,13 +5,14 @@ import re
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import PositiveInt, validate_call
 from tqdm import tqdm
 
 from lra_data import base
-from lra_data.base import DataError, Example, Source, Task, TaskSpec
+from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
 
 ARCHIVE = "aclImdb_v1.tar.gz"
 VOCABULARY = 512  # the base code's embedding table; 257 ids are real
@@ -20,12 +21,13 @@ HELD_OUT = 0.1
 _MEMBER = re.compile(r"(?:\./)?aclImdb/(train|test)/(neg|pos)/(\d+)_\d+\.txt")
 
 
+@validate_call(config={"strict": True})
 def load(
     folder: str,
-    length: int,
-    max_length: int,
+    length: PositiveInt,
+    max_length: PositiveInt,
     dev: Literal["test", "held-out"],
-    examples: dict[str, int | None],
+    examples: Caps,
     seed: int,
 ) -> Task:
     """IMDb packed from folder/aclImdb_v1.tar.gz on first use.
@@ -33,9 +35,11 @@ def load(
     dev="test" is the base code's (the dev split IS the test split); "held-out" takes a seeded tenth of the
     training reviews, as many negative as positive. `examples` caps the splits; null = all.
     """
+    archive = Path(folder) / ARCHIVE
+    limits: dict[str, Any] = {**examples}
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        reviews = _read(Path(folder) / ARCHIVE, max_length)
+        reviews = _read(archive, max_length)
         real = all(len(reviews[part]) == REVIEWS for part in ("train", "test"))
         train, test = reviews["train"], reviews["test"]
         held: list[Example] = test
@@ -47,17 +51,17 @@ def load(
             train = [review for i, review in enumerate(train) if i // 2 not in chosen]
         splits = {"train": train, "dev": held, "test": test}
         return "lra" if real else "stand-in", {
-            split: itertools.islice(splits[split], examples[split]) for split in base.SPLITS
+            split: itertools.islice(splits[split], limits[split]) for split in base.SPLITS
         }
 
     settings = {
         "max_length": max_length,
         "dev": dev,
-        "examples": dict(examples),
+        "examples": limits,
         "seed": seed if dev == "held-out" else None,
     }
     spec = TaskSpec(VOCABULARY, length, classes=2, paired=False)
-    return base.cached(folder, "text", spec, settings, build)
+    return base.cached(folder, "text", spec, settings, build, [archive])
 
 
 def _read(archive: Path, max_length: int) -> dict[str, list[Example]]:

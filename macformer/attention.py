@@ -19,10 +19,16 @@ from macformer.features import RandomFourier, RandomMaclaurin
 FLOOR = 0.1  # of what the denominator would be if every kept key had K = a_0
 
 
+def _square(q: Tensor, k: Tensor) -> None:
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
+
+
 def _keep(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     """Which key each query sees, broadcastable to (B, H, n, m); None = all."""
     keep = None if mask is None else mask[:, None, None, :]
     if causal:
+        _square(q, k)
         before = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         keep = before if keep is None else keep & before
     return keep
@@ -159,6 +165,7 @@ def _linear_attention(
     if mask is not None:
         v = v.masked_fill(~mask[:, None, :, None], 0)
     if causal:  # the reference form: quadratic, but plainly right
+        _square(phi_q, phi_k)
         weights = (phi_q @ phi_k.mT).tril()
         numerator, denominator, seen = weights @ v, weights @ ones, ones.cumsum(-2)
     else:

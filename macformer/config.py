@@ -1,14 +1,15 @@
 """Between Hydra's YAML and our constructors: one clear sentence for what does not fit. No torch."""
 
 import inspect
+import re
 from collections.abc import Callable
-from typing import Any, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import Field, PositiveInt, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 NOT_ARGUMENTS = ("_target_", "_partial_", "name")
 
@@ -27,6 +28,9 @@ def build(config: DictConfig, key: str, **given: Any) -> Any:
     node = check(config, key)
     arguments = {name: value for name, value in container(node).items() if name != "name"}
     make = instantiate(arguments | {"_partial_": True}, _convert_="all")
+    wants = inspect.signature(get_object(node._target_)).parameters.values()
+    for missing in (p.name for p in wants if p.default is p.empty and p.name not in {*arguments, *given}):
+        raise ConfigError(f"{key}.{missing} is missing: {node._target_} needs it")
     return checked(key, make, **given)
 
 
@@ -35,13 +39,16 @@ def checked(key: str, make: Callable[..., Any], *arguments: Any, **given: Any) -
     try:
         return make(*arguments, **given)
     except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
 
 
 def check(config: DictConfig, key: str) -> DictConfig:
     """The node at `key`, its keys and those below it fitting the constructors they go to by name and type."""
     node = OmegaConf.select(config, key)
-    target = get_object(node._target_)
+    try:
+        target = get_object(node._target_)
+    except ImportError:
+        raise ConfigError(f"{key}._target_={node._target_} is not there to be imported") from None
     takes = list(inspect.signature(target).parameters)
     types = get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for name in node:
@@ -55,17 +62,57 @@ def check(config: DictConfig, key: str) -> DictConfig:
             continue
         if isinstance(value, DictConfig):
             value = container(value)
-        try:
-            adapter = TypeAdapter(types[name], config=ConfigDict(arbitrary_types_allowed=True))
-            adapter.validate_python(value, strict=True)
-        except ValidationError as error:
-            message = error.errors()[0]["msg"].removeprefix("Input ")
-            raise ConfigError(f"{key}.{name}={value} does not fit {target.__name__}: it {message}") from None
+        _fit(f"{key}.{name}", value, types[name], target.__name__)
     return node
+
+
+class Top:
+    """The keys of train.yaml; those of the groups go to constructors, which know them better."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    device: Literal["auto", "cpu", "cuda"]
+    threads: PositiveInt
+    pad: Literal["full", "trim"]
+    bucket: bool
+    force: bool
+    paths: dict[str, str]
+    protocol: dict[str, Any]
+    task: dict[str, Any]
+    model: dict[str, Any]
+    trainer: dict[str, Any]
+    logger: dict[str, Any]
+
+
+def check_top(config: DictConfig) -> None:
+    """The keys at the top, by name and type."""
+    values, kinds = container(config), get_type_hints(Top, include_extras=True)
+    if unknown := values.keys() - kinds.keys():
+        raise ConfigError(f"{min(unknown)} is not known; the keys there are {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        if name not in values:
+            raise ConfigError(f"{name} is missing; configs/train.yaml has it")
+        _fit(name, values[name], kind, "train.yaml")
+
+
+def _fit(key: str, value: Any, kind: Any, goal: str) -> None:
+    """The value must be of the kind that the goal wants."""
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except PydanticSchemaGenerationError:
+        raise ConfigError(f"{key}={value} does not fit {goal}: it can only be set from Python") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([key, *(str(part) for part in first["loc"])]) if isinstance(value, dict) else key
+        if first["type"] == "missing":
+            raise ConfigError(f"{where} is missing: {goal} needs it") from None
+        message = first["msg"].removeprefix("Input ")
+        raise ConfigError(f"{where}={first['input']} does not fit {goal}: it {message}") from None
 
 
 def explain(error: Exception) -> str:
     """One sentence for an error of the command line or of the YAML files, where Hydra's own is longer."""
+    if sweep := re.match(r"Ambiguous value for argument '(.+)'", str(error)):
+        return f"{sweep[1]} has several values: add -m to sweep over them"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={name} is not known; choose one of {', '.join(error.options)}"

@@ -1,4 +1,4 @@
-"""Dropout with cheap random numbers on the CPU, where torch's own spends a fifth of a training step drawing them."""
+"""Dropout with cheap random numbers on the CPU, where drawing them is much of a training step (docs/log.md)."""
 
 from torch import Tensor, empty, int16, int64, nn
 from torch.nn import functional as F

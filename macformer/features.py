@@ -11,15 +11,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from macformer import kernels
+from macformer.check import whole
 
 RELEASE_DEGREES = 20  # the authors' later release samples degrees 1..20
-
-
-def positive(name: str, value: int) -> int:
-    """`value`, if it is a whole number above zero; YAML does not check types, so the constructors do."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-    return value
 
 
 class RandomMaclaurin(nn.Module):
@@ -50,8 +44,7 @@ class RandomMaclaurin(nn.Module):
         sampling: Literal["paper", "release"] = "paper",
     ):
         super().__init__()
-        positive("head_dim", head_dim)
-        positive("features", features)
+        whole(head_dim=head_dim, features=features)
         if not p > 1:
             raise ValueError(f"p={p!r} must be above 1: the degrees have probability (p-1)/p^(N+1)")
         if sampling not in ("paper", "release"):
@@ -87,10 +80,10 @@ class RandomMaclaurin(nn.Module):
         # into w_1: a d x D product is nothing beside one of n x D.
         w = torch.cat([self.signs[:first] * scale.unsqueeze(-1), self.signs[first:]])
         product = x.new_empty(*x.shape[:-1], 0)
-        for factor in reversed((x @ w.mT).split(self._widths, -1)):
+        for factor in reversed((x @ w.to(x.dtype).mT).split(self._widths, -1)):
             deeper = product.shape[-1]
             product = torch.cat([product * factor[..., :deeper], factor[..., deeper:]], -1)
-        return torch.cat([product, constant.expand(*x.shape[:-1], -1)], -1)
+        return torch.cat([product, constant.to(x.dtype).expand(*x.shape[:-1], -1)], -1)
 
     def _count_factors(self) -> list[int]:
         """How many features have a first, a second, ... factor."""
@@ -116,15 +109,14 @@ class RandomFourier(nn.Module):
 
     def __init__(self, head_dim: int, features: int, heads: int = 1, generator: Generator | None = None):
         super().__init__()
-        positive("head_dim", head_dim)
-        positive("heads", heads)
-        if positive("features", features) % 2:
+        whole(head_dim=head_dim, heads=heads, features=features)
+        if features % 2:
             raise ValueError(f"features={features} must be even: a sine and a cosine for each frequency")
         self.register_buffer("noise", torch.randn(features // 2, head_dim, generator=generator))
         self.sigma = nn.Parameter(torch.ones(heads, 1, head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., D)."""
-        w = self.sigma * self.noise  # (H, F, d)
+        w = (self.sigma * self.noise).to(x.dtype)  # (H, F, d)
         angles = x @ (w[0] if len(w) == 1 else w).mT
         return torch.cat([angles.sin(), angles.cos()], -1) * len(self.noise) ** -0.5

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from macformer.check import whole
 from macformer.dropout import Dropout
-from macformer.features import positive
 
 
 class MultiHead(nn.Module):
@@ -100,8 +100,8 @@ class Classifier(nn.Module):
         post_sbn: Callable[..., nn.Module] | None,
     ):
         super().__init__()
-        for name, value in {"width": width, "heads": heads, "head_dim": head_dim, "layers": layers}.items():
-            positive(name, value)
+        whole(width=width, heads=heads, head_dim=head_dim, layers=layers)
+        whole(feedforward=feedforward, head_width=head_width)
         self.paired = paired
         self.pooling = pooling
         self.tokens = nn.Embedding(vocabulary, width)

@@ -46,6 +46,7 @@ class PostSBN(nn.Module):
         self.log_beta = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, H, n, d) -> (B, H, n, d)."""
+        """(B, H, n, d) -> (B, H, n, d), in float32 or wider."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         y = self.log_gamma.exp() * x
         return y * (y.square() + BEND**2).pow((self.log_beta.exp() - 1) / 2)

@@ -34,7 +34,7 @@ class Data(Part):
     fingerprint: str
     source: Literal["lra", "stand-in", "generated"]
     examples: dict[str, int]
-    majority: float  # test accuracy of the commonest training label
+    majority: float  # share of the commonest test label: the best constant answer
 
 
 class Environment(Part):
@@ -129,7 +129,11 @@ def finished(file: Path) -> Record | None:
     """The record of a run that need not be repeated: one that is there, whole, and ok."""
     if not file.exists():
         return None
-    record = read(file)
+    try:
+        record = read(file)
+    except ValueError as error:
+        print(f"warning: {error}; it will be replaced")
+        return None
     return record if record.status == "ok" else None
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from macformer import device as devices
-from macformer.features import positive
+from macformer.check import whole
 from macformer.record import Memory, Point, Quality, Status, Time, pack_bits
 
 CLIP = 1.0  # gradients are clipped by value
@@ -78,12 +78,16 @@ class Trainer:
         pad: Literal["full", "trim"],
         bucket: bool,
     ):
-        self.warmup_steps = positive("warmup_steps", warmup_steps)
-        self.total_steps = warmup_steps + positive("steps", steps)
-        self.batch_size = positive("batch_size", batch_size)
+        whole(steps=steps, batch_size=batch_size, evaluate_every=evaluate_every, dev_examples=dev_examples)
+        whole(at_least=2, warmup_steps=warmup_steps)  # the schedule counts the steps between its first and its peak
+        if not 0 < learning_rate < math.inf:
+            raise ValueError(f"learning_rate={learning_rate!r} must be above 0 and finite")
+        self.warmup_steps = warmup_steps
+        self.total_steps = warmup_steps + steps
+        self.batch_size = batch_size
         self.learning_rate = learning_rate
-        self.evaluate_every = positive("evaluate_every", evaluate_every)
-        self.dev_examples = positive("dev_examples", dev_examples)
+        self.evaluate_every = evaluate_every
+        self.dev_examples = dev_examples
         self.cycle_momentum = cycle_momentum
         self.trim = pad == "trim"
         self.bucket = bucket
@@ -121,23 +125,13 @@ class Trainer:
         result: Result,
     ) -> None:
         train, dev, test = (task.splits[name] for name in ("train", "dev", "test"))
-        optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, eps=EPS, weight_decay=0)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            self.learning_rate,
-            total_steps=self.total_steps,
-            pct_start=self.warmup_steps / self.total_steps,
-            anneal_strategy="linear",
-            cycle_momentum=self.cycle_momentum,
-        )
+        optimizer, schedule = self._optimizer(model)
         order = task.order(self.batch_size, seed, self.bucket)
-        dev_indices = np.arange(len(dev))
-        if self.dev_examples < len(dev):  # the same examples in every run, whatever its seed
-            chosen = np.random.default_rng(0).permutation(len(dev))[: self.dev_examples]
-            dev_indices = np.sort(chosen)
+        # The same dev examples in every run, whatever its seed.
+        dev_indices = np.sort(np.random.default_rng(0).permutation(len(dev))[: self.dev_examples])
         step_seconds: list[float] = []
         data_wait = evaluation_seconds = 0.0
-        best_accuracy, best_step, best_weights = -1.0, 0, model.state_dict()
+        best_accuracy, best_step, best_weights, best = -1.0, 0, model.state_dict(), ""
 
         model.train()
         with tqdm(total=self.total_steps, unit="step", disable=None, mininterval=0.5) as bar:
@@ -156,19 +150,19 @@ class Trainer:
                 step_seconds.append(devices.now(device) - begin)
                 data_wait += ready - begin
                 bar.update()
-                if not math.isfinite(result.losses[-1]):
-                    raise Diverged(f"the loss is {result.losses[-1]} at step {step}")
+                _check_finite("the loss", result.losses[-1], step)
                 if step == 1:
-                    longest = np.argsort(train.lengths, kind="stable")[-self.batch_size :]
+                    longest = np.resize(np.argsort(-train.lengths, kind="stable"), self.batch_size)
                     ids, labels = _on(device, train.batch(longest, self.trim))
                     result.memory = _measure_memory(model, optimizer, device, ids, labels)
                 if step % self.evaluate_every and step != self.total_steps:
-                    bar.set_postfix(loss=f"{result.losses[-1]:.3f}", refresh=False)
+                    bar.set_postfix_str(f"loss {result.losses[-1]:.3f}{best}", refresh=False)
                     continue
 
                 begin = devices.now(device)
                 outcomes, dev_loss = evaluate(model, dev, dev_indices, self.batch_size, device, self.trim)
                 evaluation_seconds += devices.now(device) - begin
+                _check_finite("the dev loss", dev_loss, step)
                 since = result.history[-1].step if result.history else 0
                 point = Point(
                     step=step,
@@ -182,6 +176,7 @@ class Trainer:
                 if point.dev_accuracy > best_accuracy:
                     best_accuracy, best_step = point.dev_accuracy, step
                     best_weights = copy.deepcopy(model.state_dict())
+                    best = f", best dev accuracy {best_accuracy:.2%}"
                 bar.write(self._line(point, (point.train_seconds + evaluation_seconds) / step))
                 if log:
                     log(point.model_dump())
@@ -189,16 +184,15 @@ class Trainer:
         begin = devices.now(device)
         everything = np.arange(len(test))
         last, _ = evaluate(model, test, everything, self.batch_size, device, self.trim)
-        if best_step == self.total_steps:
-            best = last
-        else:
+        outcomes = last
+        if best_step != self.total_steps:
             model.load_state_dict(best_weights)
-            best, _ = evaluate(model, test, everything, self.batch_size, device, self.trim)
+            outcomes, _ = evaluate(model, test, everything, self.batch_size, device, self.trim)
         evaluation_seconds += devices.now(device) - begin
         result.quality = Quality(
-            test_accuracy=float(best.mean()),
-            test_examples=len(best),
-            correct=pack_bits(best),
+            test_accuracy=float(outcomes.mean()),
+            test_examples=len(outcomes),
+            correct=pack_bits(outcomes),
             dev_accuracy=best_accuracy,
             dev_step=best_step,
             dev_examples=len(dev_indices),
@@ -214,6 +208,17 @@ class Trainer:
             step_p10=p10,
             step_p50=p50,
             step_p90=p90,
+        )
+
+    def _optimizer(self, model: nn.Module) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.OneCycleLR]:
+        optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, eps=EPS, weight_decay=0)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            self.learning_rate,
+            total_steps=self.total_steps,
+            pct_start=self.warmup_steps / self.total_steps,
+            anneal_strategy="linear",
+            cycle_momentum=self.cycle_momentum,
         )
 
     def _line(self, point: Point, seconds_a_step: float) -> str:
@@ -241,6 +246,11 @@ def evaluate(
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
     model.train()
     return outcomes, loss / len(indices)
+
+
+def _check_finite(name: str, loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise Diverged(f"{name} is {loss} at step {step}: lower task.learning_rate")
 
 
 def _on(device: torch.device, arrays: tuple[Indices, Indices]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from macformer.report import table
@@ -11,6 +12,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
     folder = parser.parse_args().folder
+    if not folder.is_dir():
+        sys.exit(f"error: {folder} is not there: give the folder that has runs/ in it")
     text = table.render(*table.load(folder))
     file = folder / "tables" / "table2.md"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -18,7 +21,7 @@ def main() -> None:
     fresh.write_text(text)
     os.replace(fresh, file)
     print(text)
-    print(f"written to {file}")
+    print(f"written to {file}; after more runs: python scripts/table.py {folder}")
 
 
 if __name__ == "__main__":

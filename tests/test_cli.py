@@ -65,7 +65,9 @@ def test_a_sweep_runs_every_cell_and_goes_on_after_a_failure(tmp_path: Path) -> 
         ("task=text", "task=text needs .*aclImdb_v1.tar.gz, which is not there"),
     ],
 )
-def test_bad_input_is_one_sentence_and_no_stack_trace(override: str, sentence: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence_behind_hydras_line_and_no_stack_trace(
+    override: str, sentence: str, tmp_path: Path
+) -> None:
     failed = program("train.py", override, *paths(tmp_path))
     assert failed.returncode == 1
     errors = [line for line in failed.stderr.splitlines() if not line.startswith("Error executing job")]
@@ -90,6 +92,12 @@ def test_an_interrupted_run_leaves_a_record(tmp_path: Path) -> None:
     assert "interrupted: stopped after" in rest
     (file,) = (tmp_path / "results").rglob("*.json")
     assert records.read(file).status == "interrupted"
+
+
+def test_table_of_a_folder_that_is_not_there() -> None:
+    failed = program("scripts/table.py", "nosuch")
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: nosuch is not there")
 
 
 def test_table_writes_what_it_prints(tmp_path: Path) -> None:

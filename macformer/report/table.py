@@ -7,6 +7,7 @@ changed key is a row of its own.
 
 import json
 import math
+import shlex
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
@@ -78,13 +79,17 @@ def _tables(found: list[Record]) -> list[Table]:
         machine = environment.device_name, environment.threads, environment.precision, environment.torch
         groups[run.shared, machine][record.task][run.own, record.data.fingerprint].append(run)
     tables = []
-    for _, by_task in sorted(groups.items()):
-        for place in range(max(len(settings) for settings in by_task.values())):
-            columns = {}
-            for task, settings in sorted(by_task.items()):
-                if place < len(settings):
-                    columns[task] = settings[sorted(settings)[place]]
-            tables.append(Table(columns))
+    for (_, _), by_task in sorted(groups.items()):
+        # Tasks as the paper has them stand side by side; every other setting is a table of its own.
+        together = {}
+        apart = []
+        for task, settings in sorted(by_task.items()):
+            for setting in sorted(settings):
+                if not setting[0] and task not in together:
+                    together[task] = settings[setting]
+                else:
+                    apart.append(Table({task: settings[setting]}))
+        tables += [Table(together)] * bool(together) + apart
     return tables
 
 
@@ -119,6 +124,8 @@ def _place(record: Record, paper: Paper) -> Run:
     """Sort a run's differences into row, shared and own conditions."""
     actual = _flat(record.config)
     row, shared, own = [], [], []
+    if record.data.source == "stand-in":
+        own.append(f"{record.task} on STAND-IN data, not LRA's")
     for key in sorted(actual.keys() | paper.values.keys()):
         group, _, name = key.partition(".")
         value, original = actual.get(key), paper.values.get(key)
@@ -153,7 +160,8 @@ def _render(table: Table) -> str:
             paper = PAPER[measure].get(task, {})
             cells[f"{task} {measure}"] = [_cell(ours.get(row), paper.get(row), measure) for row in rows]
         notes += _notes(task, table.columns.get(task, []))
-        fill += _fill(task, table.columns.get(task, []), [row for row in rows if row not in ours])
+        missing = [row for row in PAPER["accuracy"]["text"] if row not in ours]
+        fill += _fill(task, table.columns.get(task, []), missing)
     lines = [*_title(runs, conditions), "", cells.to_markdown(colalign=["left"] + ["right"] * cells.shape[1])]
     lines += ["", "Time and memory are relative to the Transformer, accuracy is in percent; [the paper's value].", ""]
     lines += notes
@@ -161,7 +169,7 @@ def _render(table: Table) -> str:
         models = ",".join(dict.fromkeys(run.record.model for run in runs))
         lines.append(
             "- **This is a shortened or changed protocol, not the paper's.** The full one (11,000 steps): "
-            f"`python train.py -m model={models} task={','.join(tasks)}`, then `make table`."
+            f"`python train.py -m model={models} task={','.join(tasks)}`."
         )
     return "\n".join(lines + fill)
 
@@ -172,6 +180,7 @@ def _means(runs: list[Run]) -> dict[str, dict[str, float]]:
         [
             {
                 "row": run.row,
+                "seed": run.record.seed,
                 "time": run.record.time.train_seconds,
                 "memory": run.record.memory.peak_bytes,
                 "accuracy": 100 * run.record.quality.test_accuracy,
@@ -179,9 +188,10 @@ def _means(runs: list[Run]) -> dict[str, dict[str, float]]:
             for run in runs
             if run.record.time and run.record.memory and run.record.quality
         ],
-        columns=["row", *MEASURES],
+        columns=["row", "seed", *MEASURES],
     )
-    grouped = frame.groupby("row")
+    # Two records of one seed (they differ in a key that this task does not read) count as one.
+    grouped = frame.groupby(["row", "seed"]).mean().groupby("row")
     means = grouped.mean()
     for measure in ("time", "memory"):
         means[measure] /= means[measure].get(BASELINE, float("nan"))
@@ -203,7 +213,8 @@ def _title(runs: list[Run], conditions: list[str]) -> list[str]:
     if not runs:
         return ["**Table 2, the paper's protocol: no runs yet**"]
     environment = runs[0].record.environment
-    machine = f"{environment.device_name} ({environment.threads} thread{'s' * (environment.threads > 1)})"
+    threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
+    machine = f"{environment.device_name} ({threads}, {environment.precision}, torch {environment.torch})"
     if not conditions:
         return [f"**Table 2, the paper's protocol, on {machine}**"]
     title = f"**Table 2 on {machine}, NOT the paper's protocol: {'; '.join(conditions)}**"
@@ -237,5 +248,5 @@ def _fill(task: str, runs: list[Run], missing: list[str]) -> list[str]:
     kept = [f"task={task}"]
     if runs:
         skip = ("model", "task=", "seed=", "force=", "paths.", "logger")
-        kept += [override for override in runs[0].record.overrides if not override.startswith(skip)]
+        kept += [shlex.quote(word) for word in runs[0].record.overrides if not word.startswith(skip)]
     return [f"- to fill the dashes of {task}: `python train.py -m model={','.join(missing)} {' '.join(kept)}`"]

@@ -86,6 +86,17 @@ def test_what_is_no_archive_or_another_one_is_named(tmp_path: Path) -> None:
         text.load(str(tmp_path), 64, 60, "test", ALL, 0)
 
 
+def test_another_source_file_is_read_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = []
+    for reviews in (10, 30):
+        write_archive(tmp_path / text.ARCHIVE, reviews)
+        sizes.append(len(text.load(str(tmp_path), 64, 60, "test", ALL, 0).splits["train"]))
+    assert sizes == [20, 60]
+    assert "changed since" in capsys.readouterr().out
+    (tmp_path / text.ARCHIVE).unlink()  # what is packed needs no source any more
+    assert len(text.load(str(tmp_path), 64, 60, "test", ALL, 0).splits["train"]) == 60
+
+
 @pytest.mark.data
 def test_the_real_archive_is_lra_text(shared_data: Path, tmp_path: Path) -> None:
     (tmp_path / text.ARCHIVE).symlink_to(shared_data / text.ARCHIVE)
@@ -105,6 +116,19 @@ def test_prepare_says_what_is_ready(tmp_path: Path) -> None:
     done = prepare("listops", "trainer=smoke", f"paths.data={tmp_path}")
     assert done.returncode == 0
     assert done.stdout.startswith("listops is ready (generated): train 64, dev 8, test 8; fingerprint ")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("task.data.max_length=abc", "error: task.data.max_length=abc: Input should be a valid integer"),
+        ("+task.data.foo=3", "error: task.data.foo=3: Unexpected keyword argument"),
+    ],
+)
+def test_prepare_refuses_in_one_sentence(override: str, sentence: str) -> None:
+    failed = prepare("listops", override)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines() == [sentence]
 
 
 def test_prepare_names_what_is_missing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_the_first_losses_are_the_golden_ones(name: str, tmp_path: Path) -> None
     assert first_losses(name, str(tmp_path)) == pytest.approx(golden, rel=1e-4)
 
 
-def test_the_golden_losses_differ_between_kernels_and_fall() -> None:
+def test_the_golden_losses_differ_between_models_but_not_between_exp_and_trigh() -> None:
     losses = {name: read(name)[1] for name in MODELS}
     assert losses["macformer_exp"] == losses["macformer_trigh"]
     assert len({tuple(values) for values in losses.values()}) == len(MODELS) - 1

@@ -211,6 +211,23 @@ def test_any_shape_and_mask_gives_finite_numbers(
         assert all(g.isfinite().all() for g in gradients(attention, inputs, mask))
 
 
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_causal_needs_as_many_keys_as_queries(name: str) -> None:
+    with pytest.raises(ValueError, match="as many keys as queries, got 5 and 7"):
+        ATTENTIONS[name]()(*qkv(n=7, m=5, dtype=torch.float32), causal=True)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_module_takes_wider_inputs_and_can_be_halved(name: str) -> None:
+    inputs = [t.detach() for t in qkv()]
+    expected = ATTENTIONS[name]().double()(*inputs)
+    torch.testing.assert_close(ATTENTIONS[name]()(*inputs), expected, rtol=1e-5, atol=1e-5)
+    half = [t.bfloat16() for t in inputs]
+    out = ATTENTIONS[name]().bfloat16()(*half)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), expected, rtol=0.1, atol=0.1)
+
+
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="choose one of explicit, checkpointed, sdpa"):
         SoftmaxAttention(implementation="flash")

@@ -25,8 +25,9 @@ def test_pre_sbn_of_constant_rows_is_zero_with_finite_gradients(value: float) ->
     assert x.grad.isfinite().all()
 
 
-def test_pre_sbn_is_float32_inside() -> None:
-    assert PreSBN()(torch.randn(1, 1, 2, 8, dtype=torch.float16)).dtype == torch.float32
+def test_both_are_float32_inside() -> None:
+    x = torch.randn(1, 1, 2, 8, dtype=torch.float16)
+    assert PreSBN()(x).dtype == PostSBN(1, 8).half()(x).dtype == torch.float32
 
 
 def test_post_sbn_starts_as_the_identity() -> None:

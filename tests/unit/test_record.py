@@ -82,6 +82,45 @@ def test_a_finished_run_is_not_repeated_unless_forced(
     assert file.stat().st_mtime_ns > written
 
 
+def test_a_corrupt_record_is_replaced_with_a_warning(
+    cell: Cell, run: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, file = run
+    file.write_text(file.read_text()[:100])
+    assert train.run(cell("listops", "rfa"), []).quality == record.quality
+    assert "it will be replaced" in capsys.readouterr().out
+    assert records.read(file).status == "ok"
+
+
+def test_a_forced_repeat_that_fails_does_not_cost_the_finished_record(
+    cell: Cell, run: tuple[records.Record, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, file = run
+
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("macformer.trainer.evaluate", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(cell("listops", "rfa", "force=true"), [])
+    assert records.read(file) == record
+
+
+def test_a_place_that_cannot_be_written_fails_before_the_training(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("macformer.trainer.Trainer.fit", None)  # calling it would be another error
+    with pytest.raises(NotADirectoryError):
+        train.run(cell("listops", "rfa", f"paths.results={tmp_path}/file"), [])
+
+
+def test_auto_and_the_device_it_means_are_one_run(cell: Cell, run: tuple[records.Record, Path]) -> None:
+    record, _ = run
+    kind = record.environment.device
+    assert train.run(cell("listops", "rfa", f"device={kind}"), []).run_id == record.run_id
+
+
 def test_a_run_that_failed_is_repeated_and_replaced(cell: Cell, run: tuple[records.Record, Path]) -> None:
     record, file = run
     records.write(record.model_copy(update={"status": "oom", "quality": None}), file)

@@ -12,6 +12,7 @@ from torch import nn
 import train
 from macformer import config as configs
 from macformer import device as devices
+from macformer import trainer
 from macformer.record import unpack_bits
 from macformer.trainer import Result, Trainer, evaluate
 from tests.conftest import MODELS
@@ -93,10 +94,23 @@ def test_evaluation_does_not_depend_on_the_batch_size(cell: Cell) -> None:
     assert model.training
 
 
-def test_a_dev_subset_is_the_same_in_every_run(cell: Cell) -> None:
+def test_a_dev_subset_is_the_same_in_every_run(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["trainer.dev_examples=3", "task.data.examples.dev=12"]
-    points = [fit(cell("listops", "rfa", *sizes, f"seed={seed}"))[0] for seed in (0, 1)]
-    assert [p.quality.dev_examples for p in points if p.quality] == [3, 3]
+    used: list[list[int]] = []
+    watched = trainer.evaluate
+
+    def evaluate(model: nn.Module, split: object, indices: np.ndarray, *rest: object) -> object:
+        used.append(indices.tolist())
+        return watched(model, split, indices, *rest)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    for seed in (0, 1):
+        quality = fit(cell("listops", "rfa", *sizes, f"seed={seed}"))[0].quality
+        assert quality is not None
+        assert quality.dev_examples == 3
+    subsets = {tuple(indices) for indices in used if len(indices) == 3}
+    assert len(subsets) == 1
+    assert subsets != {(0, 1, 2)}
 
 
 def test_a_loss_that_is_not_finite_is_a_result(cell: Cell) -> None:
@@ -166,10 +180,46 @@ def test_memory_of_a_run_is_repeatable(cell: Cell, name: str) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    good = {"warmup_steps": 1, "steps": 1, "batch_size": 1, "learning_rate": 1e-3, "evaluate_every": 1}
-    good |= {"pad": "full", "bucket": False}
-    with pytest.raises(ValueError, match="steps=0 must be a whole number"):
-        Trainer(**good | {"steps": 0}, dev_examples=1, cycle_momentum=True)
+    good = {"warmup_steps": 2, "steps": 1, "batch_size": 1, "learning_rate": 1e-3, "evaluate_every": 1}
+    good |= {"dev_examples": 1, "cycle_momentum": True, "pad": "full", "bucket": False}
+    Trainer(**good)
+    for bad in ({"steps": 0}, {"warmup_steps": 1}, {"learning_rate": -1.0}, {"learning_rate": float("nan")}):
+        ((name, value),) = bad.items()
+        with pytest.raises(ValueError, match=f"{name}={value} must be"):
+            Trainer(**good | bad)
+
+
+def test_the_shortest_schedule_runs(cell: Cell) -> None:
+    result = fit(cell("listops", "rfa", "trainer.warmup_steps=2", "trainer.steps=1"))[0]
+    assert len(result.losses) == 3
+
+
+def test_gradients_are_clipped_by_value_at_one(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *args: object) -> None:
+        seen.append(torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]]))
+        step(self, *args)
+
+    class Steep(nn.Module):
+        """Gradients of three sizes: about 1e-3, 1e3 and -1e3 times that of the loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            score = (self.weight * torch.tensor([1e-3, 1e3, -1e3])).sum()
+            return torch.zeros(len(ids), 10) + score * (torch.arange(10) == 0)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    config = cell("listops", "rfa")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    configs.build(config, "trainer").fit(Steep(), task, CPU, 0)
+    small, up, down = seen[0].abs().tolist()
+    assert (up, down) == (1, 1)  # by value: each element on its own ...
+    assert 0 < small < 1e-2  # ... so that a small one is not scaled down with them
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])
@@ -177,9 +227,27 @@ def test_device_choice(name: str) -> None:
     assert devices.choose(name).type in ("cpu", "cuda")
 
 
-def test_unknown_or_missing_device() -> None:
-    with pytest.raises(ValueError, match="choose one of auto, cpu, cuda"):
-        devices.choose("tpu")
+def test_missing_device() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="use device=cpu"):
             devices.choose("cuda")
+
+
+@pytest.mark.parametrize("task", ["listops", "retrieval"])
+def test_trimming_changes_no_evaluation_and_buckets_train(cell: Cell, task: str) -> None:
+    config = cell(task, "rfa", "pad=trim", "bucket=true", "model.dropout=0.0")
+    result, model, loaded = fit(config)
+    assert result.status == "ok"
+    split = loaded.splits["test"]
+    full, trimmed = (evaluate(model, split, np.arange(len(split)), 3, CPU, trim) for trim in (False, True))
+    assert full[0].tolist() == trimmed[0].tolist()
+    assert full[1] == pytest.approx(trimmed[1], rel=1e-5)
+
+
+def test_memory_is_that_of_a_whole_batch_even_of_few_examples(cell: Cell) -> None:
+    peaks = []
+    for size in (16, 64):
+        memory = fit(cell("listops", "rfa", f"trainer.batch_size={size}", "task.data.examples.train=16"))[0].memory
+        assert memory is not None
+        peaks.append(memory.peak_bytes)
+    assert peaks[1] > 2.5 * peaks[0]
