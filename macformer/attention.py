@@ -72,9 +72,9 @@ class SoftmaxAttention(nn.Module):
         return out.to(dtype)
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-        logits = q @ k.mT * q.shape[-1] ** -0.5
-        if keep is not None:
-            logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)
+        logits = (q * q.shape[-1] ** -0.5) @ k.mT
+        if keep is not None:  # added in place: a filled copy would be two more passes over n x m
+            logits += torch.zeros_like(keep, dtype=q.dtype).masked_fill_(~keep, torch.finfo(q.dtype).min)
         out = self.drop(logits.softmax(-1)) @ v
         if keep is not None:  # all logits of such a row are the smallest number: its softmax is no zero
             out = out.masked_fill(~keep.any(-1, keepdim=True), 0)

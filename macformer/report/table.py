@@ -68,7 +68,7 @@ class Table:
 
 
 def _tables(found: list[Record]) -> list[Table]:
-    """The paper's protocol first. Two conditions of one task under the same shared ones make two tables."""
+    """The paper's protocol first. One table for each set of shared conditions, and for each setting of a task."""
     papers: dict[tuple[str, str], Paper] = {}
     groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in found:
@@ -79,17 +79,18 @@ def _tables(found: list[Record]) -> list[Table]:
         machine = environment.device_name, environment.threads, environment.precision, environment.torch
         groups[run.shared, machine][record.task][run.own, record.data.fingerprint].append(run)
     tables = []
-    for (_, _), by_task in sorted(groups.items()):
-        # Tasks as the paper has them stand side by side; every other setting is a table of its own.
-        together = {}
+    for _, by_task in sorted(groups.items()):
+        together: dict[str, list[Run]] = {}  # tasks as the paper has them stand side by side
         apart = []
         for task, settings in sorted(by_task.items()):
-            for setting in sorted(settings):
-                if not setting[0] and task not in together:
-                    together[task] = settings[setting]
+            for (own, _), runs in sorted(settings.items(), key=lambda item: item[0]):
+                if own or task in together:
+                    apart.append(Table({task: runs}))
                 else:
-                    apart.append(Table({task: settings[setting]}))
-        tables += [Table(together)] * bool(together) + apart
+                    together[task] = runs
+        if together:
+            tables.append(Table(together))
+        tables += apart
     return tables
 
 
@@ -135,7 +136,9 @@ def _place(record: Record, paper: Paper) -> Run:
             continue  # said where it comes from
         if group == "protocol" and key not in paper.follows.values():
             continue  # of another task
-        change = f"{name or group} = {value} (paper: {original})"
+        change = f"{name or group} = {value}"
+        if key not in paper.follows:  # else the paper's value depends on the task
+            change += f" (paper: {original})"
         if group == "model":
             row.append(f"{name}={value}")
         elif group == "task":

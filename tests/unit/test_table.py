@@ -112,7 +112,7 @@ def test_seeds_are_averaged(make: Make) -> None:
         ("trainer=cpu", "trainer steps = 1000 (paper: 10000)"),
         ("protocol=clean", "protocol pooling = masked (paper: padded)"),
         ("pad=trim", "pad = trim (paper: full)"),
-        ("trainer.batch_size=16", "trainer batch_size = 16 (paper: 32)"),
+        ("trainer.batch_size=16", "trainer batch_size = 16"),
         ("task.learning_rate=1e-3", "listops learning_rate = 0.001 (paper: 0.0001)"),
         ("task.data.max_length=256", "listops data.max_length = 256 (paper: 2000)"),
     ],
@@ -147,6 +147,12 @@ def test_tasks_as_the_paper_has_them_do_not_share_a_table_with_others(make: Make
     assert "NOT the paper's protocol" not in paper
     assert row(paper, "rfa")[5] == "37.00 [37.15]"
     assert "listops" not in other
+
+
+def test_tasks_under_the_same_changed_schedule_share_a_table(make: Make) -> None:
+    text = table.render([make("model=rfa", f"task={task}", "trainer=cpu") for task in ("listops", "retrieval")], [])
+    assert text.count("**Table 2") == 1
+    assert len(row(text, "rfa")) == 6
 
 
 def test_stand_in_data_are_in_the_title(make: Make) -> None:
