@@ -27,7 +27,6 @@ from lra_data.base import DataError, Example, Sizes, Source, Task, TaskSpec
 
 # Frozen and ordered: a token is stored as its place here. The digits 0..9 are 4..13; without brackets, 14 tokens.
 TOKENS = ("[MIN", "[MAX", "[MED", "[SM", *"0123456789", "]")
-MIN, MAX, MED, SM = range(4)
 ZERO, CLOSE = 4, 14
 OPERATOR_PROBABILITY = 0.25
 VOCABULARY = 32  # the base code's embedding table
@@ -225,7 +224,7 @@ def _draw(
         middle = ordered[starts + (level.arguments - 1) // 2] + ordered[starts + level.arguments // 2]
         level.value[level.operator] = np.choose(
             level.token[level.operator],
-            [
+            [  # in the order of TOKENS: least, greatest, middle, sum
                 ordered[starts],
                 ordered[starts + level.arguments - 1],
                 middle // 2,

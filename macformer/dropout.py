@@ -6,20 +6,8 @@ from torch.nn import functional as F
 LEVELS = 2**16  # 16 random bits decide on an element; torch draws 64 at a time, and only one element from them
 
 
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Zero each element with probability p (rounded to a multiple of 2^-16) and scale the others to keep the mean."""
-    if not p:
-        return x
-    if x.is_cuda:  # fused and fast there
-        return F.dropout(x, p)
-    dropped = round(p * LEVELS)
-    bits = empty(-(-x.numel() // 4), dtype=int64, device=x.device).random_(-(2**63), None)
-    keep = bits.view(int16)[: x.numel()].view(x.shape) >= dropped - LEVELS // 2
-    return x * keep.to(x.dtype).mul_(LEVELS / (LEVELS - dropped))
-
-
 class Dropout(nn.Module):
-    """`dropout` while training."""
+    """While training, zero each element with probability p (a multiple of 2^-16) and scale the others to keep the mean."""
 
     def __init__(self, p: float):
         super().__init__()
@@ -28,4 +16,11 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        return dropout(x, self.p) if self.training else x
+        if not self.p or not self.training:
+            return x
+        if x.is_cuda:  # fused and fast there
+            return F.dropout(x, self.p)
+        dropped = round(self.p * LEVELS)
+        bits = empty(-(-x.numel() // 4), dtype=int64, device=x.device).random_(-(2**63), None)
+        keep = bits.view(int16)[: x.numel()].view(x.shape) >= dropped - LEVELS // 2
+        return x * keep.to(x.dtype).mul_(LEVELS / (LEVELS - dropped))
