@@ -7,7 +7,7 @@ LEVELS = 2**16  # 16 random bits decide on an element; torch draws 64 at a time,
 
 
 class Dropout(nn.Module):
-    """While training, zero each element with probability p (a multiple of 2^-16) and scale the others to keep the mean."""
+    """While training, zero each element with probability p (rounded to 2^-16) and scale the others to keep the mean."""
 
     def __init__(self, p: float):
         super().__init__()
