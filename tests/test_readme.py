@@ -44,6 +44,14 @@ def test_every_training_command_composes(command: str, composed: Callable[..., D
             composed(*(other for other in overrides if other != override and "," not in other), f"{key}={value}")
 
 
+def test_the_python_example_runs() -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
+    scope: dict = {}
+    exec(code, scope)
+    assert scope["out"].shape == (4, 2, 1000, 32)
+    assert scope["out"].isfinite().all()
+
+
 def test_the_tree_names_what_is_there() -> None:
     tree = re.search(r"## The tree\n\n```\n(.+?)```", README, re.DOTALL)
     assert tree
