@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format table golden clean
+.PHONY: help setup quickstart test test-all lint format table bench golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -14,7 +14,7 @@ setup: .venv/.installed ## make .venv and install the package with its developme
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep]'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep,figures]'
 	@touch $@
 
 quickstart: setup ## train three models on generated ListOps on the CPU and print their table (8 minutes at most)
@@ -39,6 +39,9 @@ format: setup ## let ruff format the code and sort the imports
 
 table: setup ## turn the records in results/runs into results/tables/table2.md and print it
 	@$(BIN)/python scripts/table.py results
+
+bench: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (a quarter of an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_attention.py
 
 golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)
 	$(BIN)/python -m tests.golden.regenerate

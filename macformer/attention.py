@@ -1,10 +1,13 @@
-"""Attentions: (q, k, v, mask) -> out. The slow, obvious references; each docstring is the equation and its cost.
+"""Attentions: (q, k, v, mask) -> out. Each docstring is the equation and its cost.
 
 Shapes: B batch, H heads, n queries, m keys, d head width, D random features.
 q is (B, H, n, d); k and v are (B, H, m, d), with m = n where `causal`; mask is (B, m), True = keep;
-out is (B, H, n, d). A query that sees no key at all gets zeros. Inside, everything is float32 or wider.
+out is (B, H, n, d). A query that sees no key at all gets zeros. Inside, everything is float32 or wider, under autocast
+too.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Literal
 
 import torch
@@ -14,14 +17,21 @@ from torch.utils.checkpoint import checkpoint
 
 from macformer import kernels
 from macformer.dropout import Dropout
-from macformer.features import RandomFourier, RandomMaclaurin
+from macformer.features import RandomFourier, RandomMaclaurin, Sampling
+from macformer.linear import FLOOR, Form, causal_attention, linear_attention
+from macformer.ppsbn import unit_rows
 
-FLOOR = 0.1  # of what the denominator would be if every kept key had K = a_0
+TELEMETRY_ROWS = 64  # queries of an example that telemetry compares with exact attention
 
 
 def _square(q: Tensor, k: Tensor) -> None:
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
+
+
+def _width(q: Tensor, head_dim: int) -> None:
+    if q.shape[-1] != head_dim:
+        raise ValueError(f"q has heads of width {q.shape[-1]}, but the attention was made with head_dim={head_dim}")
 
 
 def _keep(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
@@ -37,6 +47,24 @@ def _keep(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | N
 def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Half precision becomes float32; float32 and float64 stay."""
     return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+
+
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Masked tokens zero. The powers of a huge one would overflow, and inf times 0 is NaN."""
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
+
+
+def _full_precision(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A forward method that sees float32 or wider whatever comes in, with autocast off, and answers in q's dtype."""
+
+    @wraps(forward)
+    def run(
+        self: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            return forward(self, *_wide(q, k, v), mask, causal).to(q.dtype)
+
+    return run
 
 
 class SoftmaxAttention(nn.Module):
@@ -59,17 +87,14 @@ class SoftmaxAttention(nn.Module):
         self.drop = Dropout(dropout)
         self.implementation = implementation
 
+    @_full_precision
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        dtype = q.dtype
-        q, k, v = _wide(q, k, v)
         keep = _keep(q, k, mask, causal)
         if self.implementation == "sdpa":
-            out = F.scaled_dot_product_attention(q, k, v, keep, self.drop.p if self.training else 0.0)
-        elif self.implementation == "checkpointed":
-            out = checkpoint(self._explicit, q, k, v, keep, use_reentrant=False)
-        else:
-            out = self._explicit(q, k, v, keep)
-        return out.to(dtype)
+            return F.scaled_dot_product_attention(q, k, v, keep, self.drop.p if self.training else 0.0)
+        if self.implementation == "checkpointed":
+            return checkpoint(self._explicit, q, k, v, keep, use_reentrant=False)
+        return self._explicit(q, k, v, keep)
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         logits = (q * q.shape[-1] ** -0.5) @ k.mT
@@ -92,9 +117,8 @@ class KernelAttention(nn.Module):
         super().__init__()
         self.kernel = kernels.find(kernel)
 
+    @_full_precision
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        dtype = q.dtype
-        q, k, v = _wide(q, k, v)
         logits = q @ k.mT * q.shape[-1] ** -0.5
         keep = _keep(q, k, mask, causal)
         if keep is not None:  # before the kernel too: what is masked may lie outside its domain
@@ -102,14 +126,20 @@ class KernelAttention(nn.Module):
         else:
             weights = self.kernel.value(logits)
         total = weights.sum(-1, keepdim=True)
-        return (weights @ v / total.masked_fill(total == 0, 1)).to(dtype)
+        return weights @ v / total.masked_fill(total == 0, 1)
 
 
 class RMFAttention(nn.Module):
     """out_i = Phi(q_i/d^(1/4)) . sum_j Phi(k_j/d^(1/4)) v_j / (Phi(q_i/d^(1/4)) . sum_j Phi(k_j/d^(1/4))).
 
-    Phi is a random Maclaurin map of D features for the kernel K, one draw for all heads of a layer.
-    Time O((n + m) d D), memory O((n + m) D). No ppSBN inside.
+    Phi is a random Maclaurin map of D features for the kernel K, one draw for all heads of a layer; for `sampling`, `p`
+    and `redraw` see RandomMaclaurin. Computed in folded form: macformer/linear.py has the formula.
+    The denominator is floored at a tenth of a_0 times the number of keys: random features can make it negative.
+
+    Time O((n + m) d D'), where D' counts the projections of the features of degree 2 and more: about 3D/4 for p = 2.
+    Memory O((n + m) d): features are computed again in the backward pass. Causal: O(n D (d + 128)) and O(n D).
+    No ppSBN inside, but for `pre_sbn_eps`: with it the rows of q and k are normalised like PreSBN(eps) first, without
+    ever holding all normalised rows.
     """
 
     def __init__(
@@ -117,29 +147,106 @@ class RMFAttention(nn.Module):
         head_dim: int,
         features: int = 128,
         kernel: str = "exp",
-        sampling: Literal["paper", "release"] = "paper",
+        sampling: Sampling = "paper",
         p: float = 2.0,
+        redraw: int | None = None,
         generator: Generator | None = None,
     ):
         super().__init__()
-        self.feature_map = RandomMaclaurin(head_dim, features, kernel, p, generator, sampling)
+        self.feature_map = RandomMaclaurin(head_dim, features, kernel, p, generator, sampling, redraw)
+        self.kernel = kernel
+        self.floor = FLOOR * self.feature_map.kernel.coefficient(0)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        dtype = q.dtype
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        pre_sbn_eps: float | None = None,
+    ) -> Tensor:
+        if self.training:
+            self.feature_map.step()
+        return self._attend(q, k, v, mask, causal, pre_sbn_eps)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, pre_sbn_eps: float | None = None
+    ) -> Tensor:
+        _width(q, self.feature_map.head_dim)
+        if causal:
+            _square(q, k)
+            return checkpoint(self._causal, q, k, v, mask, pre_sbn_eps, use_reentrant=False)
+        with torch.autocast(q.device.type, enabled=False):  # or A would be rounded
+            constant, linear, rows, widths = self.feature_map.folded(torch.promote_types(q.dtype, torch.float32))
+        scale = q.shape[-1] ** -0.25  # of q and of k: once in each projection, twice in the linear part
+        form = Form(
+            constant=constant,
+            linear=None if linear is None else linear * scale**2,
+            widths=widths,
+            scale=1.0,
+            floor=self.floor,
+            normalise="no" if pre_sbn_eps is None else "centred",
+            eps=pre_sbn_eps or 0.0,
+        )
+        return linear_attention(q, k, v, mask, rows * scale, form)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pre_sbn_eps: float | None) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            dtype = q.dtype
+            q, k, v = _wide(q, k, v)
+            if pre_sbn_eps is not None:
+                q, k = unit_rows(q, pre_sbn_eps), unit_rows(k, pre_sbn_eps)
+            phi_q, phi_k = self._features(q), self._features(_masked(k, mask))
+            return causal_attention(phi_q, phi_k, _masked(v, mask), mask, self.floor).to(dtype)
+
+    def _features(self, x: Tensor) -> Tensor:
+        """Phi(x/d^(1/4)), as it is written."""
+        return self.feature_map(x * x.shape[-1] ** -0.25)
+
+    @torch.no_grad()
+    def telemetry(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        pre_sbn_eps: float | None = None,
+    ) -> dict[str, float]:
+        """What `forward` does with these inputs, on a few queries of each example (causal: the first ones).
+
+        logit_min, logit_max: of q.k/sqrt(d), over the keys that are seen. floored: share of denominators at the floor.
+        error: |out - exact|^2 / |exact - mean v|^2, where exact is KernelAttention: plain averaging of v would get 1.
+        """
         q, k, v = _wide(q, k, v)
-        scale = q.shape[-1] ** -0.25
-        if mask is not None:  # a huge padded key must not overflow in the map: inf times 0 is NaN
-            k = k.masked_fill(~mask[:, None, :, None], 0)
-        floor = FLOOR * self.feature_map.kernel.coefficient(0)
-        features = self.feature_map(q * scale), self.feature_map(k * scale)
-        return _linear_attention(*features, v, mask, floor, causal).to(dtype)
+        if pre_sbn_eps is not None:
+            q, k = unit_rows(q, pre_sbn_eps), unit_rows(k, pre_sbn_eps)
+        if causal:
+            q, k, v = (x[:, :, :TELEMETRY_ROWS] for x in (q, k, v))
+            mask = None if mask is None else mask[:, :TELEMETRY_ROWS]
+        q = q[:, :, :: -(-q.shape[2] // TELEMETRY_ROWS)]
+        k, v = _masked(k, mask), _masked(v, mask)
+        out = self._attend(q, k, v, mask, causal)
+        exact = KernelAttention(self.kernel)(q, k, v, mask, causal)
+        mean = SoftmaxAttention()(torch.zeros_like(q), k, v, mask, causal)
+        logits = q @ k.mT * q.shape[-1] ** -0.5
+        keep = _keep(q, k, mask, causal)
+        seen = torch.ones_like(logits) if keep is None else keep.expand_as(logits).to(logits.dtype)
+        denominators = (self._features(q) @ self._features(k).mT * seen).sum(-1)
+        return {
+            "logit_min": float(logits.masked_fill(seen == 0, torch.inf).min()),
+            "logit_max": float(logits.masked_fill(seen == 0, -torch.inf).max()),
+            "floored": float((denominators <= self.floor * seen.sum(-1)).double().mean()),
+            "error": float((out - exact).square().sum() / (exact - mean).square().sum()),
+        }
 
 
 class RFAttention(nn.Module):
     """RMFA's formula with Fourier features of q/|q| and k/|k| (Peng et al. 2021); sigma is the temperature.
 
     On the unit sphere exp(-|sigma(q-k)|^2/2) is exp(sigma^2 q.k) up to a factor that cancels.
-    Time O((n + m) d D), memory O((n + m) D).
+    Time O((n + m) d D), memory O((n + m) d). Causal: O(n D (d + 128)) and O(n D).
     """
 
     def __init__(self, head_dim: int, features: int = 128, heads: int = 1, generator: Generator | None = None):
@@ -147,29 +254,23 @@ class RFAttention(nn.Module):
         self.feature_map = RandomFourier(head_dim, features, heads, generator)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        dtype = q.dtype
-        q, k, v = _wide(q, k, v)
-        features = self.feature_map(F.normalize(q, dim=-1)), self.feature_map(F.normalize(k, dim=-1))
-        return _linear_attention(*features, v, mask, FLOOR, causal).to(dtype)
+        frequencies = self.feature_map.frequencies()
+        _width(q, frequencies.shape[-1])
+        if causal:
+            _square(q, k)
+            return checkpoint(self._causal, q, k, v, mask, use_reentrant=False)
+        form = Form(
+            constant=0.0,
+            linear=None,
+            widths=None,
+            scale=1 / frequencies.shape[1],
+            floor=FLOOR,
+            normalise="unit",
+            eps=1e-12,
+        )
+        return linear_attention(q, k, v, mask, frequencies, form)
 
-
-def _linear_attention(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, floor: float, causal: bool
-) -> Tensor:
-    """out_i = phi_q_i . sum_j phi_k_j v_j / max(phi_q_i . sum_j phi_k_j, floor * n_i), n_i the keys that i sees.
-
-    Random features can be negative, and so can the denominator (erratum 6): hence the floor.
-    """
-    # Masking v and counting with `ones` masks the keys too, without another pass over phi_k, the widest tensor here.
-    ones = v.new_ones(1, 1, v.shape[-2], 1) if mask is None else mask[:, None, :, None].to(v.dtype)
-    if mask is not None:
-        v = v.masked_fill(~mask[:, None, :, None], 0)
-    if causal:  # the reference form: quadratic, but plainly right
-        _square(phi_q, phi_k)
-        weights = (phi_q @ phi_k.mT).tril()
-        numerator, denominator, seen = weights @ v, weights @ ones, ones.cumsum(-2)
-    else:
-        numerator = phi_q @ (phi_k.mT @ v)
-        denominator = phi_q @ (phi_k.mT @ ones)
-        seen = ones.sum(-2, keepdim=True)
-    return numerator / torch.maximum(denominator, floor * seen.clamp(min=1))
+    @_full_precision
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
+        phi_q, phi_k = (self.feature_map(F.normalize(x, dim=-1)) for x in (q, _masked(k, mask)))
+        return causal_attention(phi_q, phi_k, _masked(v, mask), mask, FLOOR)

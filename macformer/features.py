@@ -1,37 +1,44 @@
 """Random feature maps: Phi(x).Phi(y) is an unbiased estimate of a kernel of x and y.
 
-These are the slow, obvious versions: each formula as it is written. They know no attention.
-Shapes: d head width, D features, N degree of one feature, H heads, F frequencies (D = 2F).
+`forward` is the slow, obvious version: each formula as it is written. `folded` is what attention computes with.
+They know no attention. Shapes: d head width, D features, N degree of one feature, H heads, F frequencies (D = 2F).
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
 from macformer import kernels
 from macformer.check import whole
+from macformer.kernels import Kernel
 
 RELEASE_DEGREES = 20  # the authors' later release samples degrees 1..20
+Sampling = Literal["paper", "release", "exact01", "order1"]
 
 
 class RandomMaclaurin(nn.Module):
-    """phi_i(x) = sqrt(a_N / P[N]) prod_{j=1..N} <w_j, x>, Phi = D^(-1/2) [phi_1 .. phi_D].
+    """phi_i(x) = s_i prod_{j=1..N_i} <w_ij, x>, Phi = [phi_1 .. phi_D]. E[Phi(x).Phi(y)] = K(x.y).
 
-    w_j is a Rademacher vector (signs +-1). E[Phi(x).Phi(y)] = K(x.y).
+    What differs is how the D degrees N, the vectors w and the scales s are chosen (`sampling`):
 
-    sampling="paper": P[N=m] = (p-1)/p^(m+1) for every feature; for p = 2 this is the paper's 1/p^(m+1),
-    for other p the factor p-1 is missing there (erratum 4).
-    sampling="release": one exact constant feature sqrt(a_0); the D-1 others have degree 1..20 with
-    probability proportional to p^-m. Unbiased for the series up to degree 20.
+    paper     P[N=m] = (p-1)/p^(m+1), s = sqrt(a_N / (P[N] D)), w Rademacher (signs +-1). For p = 2 this is the paper's
+              1/p^(m+1); for other p the factor p-1 is missing there (erratum 4).
+    release   one exact constant sqrt(a_0); the D-1 others have degree 1..20 with probability proportional to p^-m.
+              Unbiased for the series up to degree 20.
+    exact01   degrees 0 and 1 exact: sqrt(a_0) and sqrt(a_1) x, d + 1 features. The others are shared out to the degrees
+              in proportion to a_N d^(-N/2), which makes the variance smallest at logits of 1/sqrt(d); the last one
+              samples the degrees that got none. w: rows of a Hadamard matrix under random signs. Needs D >= d + 2.
+    order1    degrees 0 and 1 exact and nothing else: D = d + 1 whatever `features` says. No random part, a known bias.
 
-    Cost: O(d) multiplications per token and unit of degree; the mean degree is 1/(p-1).
-    The draw is held in buffers: it moves with the module and is saved with it.
+    p matters to paper and release alone. Cost: d multiplications per token and unit of degree.
+    The draw is made from a seed of its own (taken from `generator`, or torch's), and held in buffers: it moves with the
+    module and is saved with it. It stays as it is, or is made anew every `redraw` training steps.
     """
 
-    degrees: Tensor  # (D,), descending
-    signs: Tensor  # (sum of degrees, d): first the row w_1 of each feature with N >= 1, then each w_2 with N >= 2, ...
+    degrees: Tensor  # (D,), falling
+    rows: Tensor  # (sum of degrees, d): first the w_1 of each feature with N >= 1, then each w_2 with N >= 2, ...
     scales: Tensor  # (D,)
 
     def __init__(
@@ -41,60 +48,169 @@ class RandomMaclaurin(nn.Module):
         kernel: str = "exp",
         p: float = 2.0,
         generator: Generator | None = None,
-        sampling: Literal["paper", "release"] = "paper",
+        sampling: Sampling = "paper",
+        redraw: int | None = None,
     ):
         super().__init__()
         whole(head_dim=head_dim, features=features)
+        if redraw is not None:
+            whole(redraw=redraw)
         if not p > 1:
             raise ValueError(f"p={p!r} must be above 1: the degrees have probability (p-1)/p^(N+1)")
-        if sampling not in ("paper", "release"):
-            raise ValueError(f"sampling={sampling!r} is not known; choose one of paper, release")
+        if sampling not in get_args(Sampling):
+            raise ValueError(f"sampling={sampling!r} is not known; choose one of {', '.join(get_args(Sampling))}")
+        if sampling == "exact01" and features < head_dim + 2:
+            raise ValueError(
+                f"features={features} is too few for sampling='exact01' with head_dim={head_dim}: it needs "
+                f"{head_dim + 2} or more (one constant, {head_dim} linear, one for all higher degrees)"
+            )
         self.kernel = kernels.find(kernel)
-
-        # A uniform number u becomes the degree m with P[N >= m] = p^-m: the geometric law, by inversion.
-        uniform = torch.rand(features, generator=generator, dtype=torch.float64)
-        log_p = math.log(p)
-        if sampling == "paper":
-            degrees = (-torch.log1p(-uniform) / log_p).floor().long()
-            weight = [(p - 1) / p ** (m + 1) * features for m in range(int(degrees.max()) + 1)]
-        else:
-            tail = p**-RELEASE_DEGREES  # the law is cut off above degree 20 and made to sum to one
-            degrees = 1 + (-torch.log1p(-uniform * (1 - tail)) / log_p).floor().long()
-            degrees[0] = 0
-            law = [(p - 1) / (p**m * (1 - tail)) for m in range(1, RELEASE_DEGREES + 1)]
-            weight = [1.0] + [probability * (features - 1) for probability in law]
-        degrees = degrees.sort(descending=True).values
-        scales = [math.sqrt(self.kernel.coefficient(m) / weight[m]) for m in degrees.tolist()]
-        rows = int(degrees.sum())
-        bits = torch.randint(0, 2, (rows, head_dim), generator=generator)
-        self.register_buffer("degrees", degrees)
-        self.register_buffer("signs", (2 * bits - 1).to(torch.get_default_dtype()))
-        self.register_buffer("scales", torch.tensor(scales))
-        self._widths = self._count_factors()
+        self.head_dim, self.features, self.p, self.sampling, self.redraw = head_dim, features, p, sampling, redraw
+        self.seed = int(torch.randint(2**62, (), generator=generator))
+        self.steps = 0
+        for name in ("degrees", "rows", "scales"):
+            self.register_buffer(name, torch.empty(0))
+        self._draw()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., D)."""
         first = self._widths[0] if self._widths else 0  # features that are no constants
         scale, constant = self.scales.split([first, len(self.scales) - first])
-        # factors[j] holds <w_{j+1}, x> of the features that have it: the first ones, as degrees descend. The scale goes
+        # factors[j] holds <w_{j+1}, x> of the features that have it: the first ones, as degrees fall. The scale goes
         # into w_1: a d x D product is nothing beside one of n x D.
-        w = torch.cat([self.signs[:first] * scale.unsqueeze(-1), self.signs[first:]])
+        w = torch.cat([self.rows[:first] * scale.unsqueeze(-1), self.rows[first:]])
         product = x.new_empty(*x.shape[:-1], 0)
         for factor in reversed((x @ w.to(x.dtype).mT).split(self._widths, -1)):
             deeper = product.shape[-1]
             product = torch.cat([product * factor[..., :deeper], factor[..., deeper:]], -1)
         return torch.cat([product, constant.to(x.dtype).expand(*x.shape[:-1], -1)], -1)
 
-    def _count_factors(self) -> list[int]:
-        """How many features have a first, a second, ... factor."""
-        return [int((self.degrees > j).sum()) for j in range(int(self.degrees.max()))]
+    def folded(self, dtype: torch.dtype) -> tuple[float, Tensor | None, Tensor, tuple[int, ...]]:
+        """c0, A, rows and widths, so that Phi(x).Phi(y) = c0 + x A y + F(x).F(y), and F is made of x rows^T.
+
+        All constants are one number and all features of degree 1 one d x d matrix A (None if there are none). F are the
+        features of degree 2 and more, each a product of projections; widths[j] of them have a factor j. rows (1, W, d).
+        """
+        linear, deep = self._widths[0] if self._widths else 0, self._widths[1] if len(self._widths) > 1 else 0
+        w = self.rows.to(dtype)
+        scaled = w[:linear] * self.scales[:linear].to(dtype).unsqueeze(-1)
+        matrix = scaled[deep:].mT @ scaled[deep:] if linear > deep else None
+        rows = torch.cat([scaled[:deep], w[linear:]])
+        return self._constant, matrix, rows.unsqueeze(0), (deep, *self._widths[1:]) if deep else ()
+
+    def step(self) -> None:
+        """Count a training step; make a new draw if it is time."""
+        self.steps += 1
+        if self.redraw and self.steps % self.redraw == 0:
+            self._draw()
+
+    def _draw(self) -> None:
+        # On the CPU, and a generator for each draw: the same numbers on every device, and after a resumed run.
+        rng = torch.Generator().manual_seed(self.seed + (self.steps // self.redraw if self.redraw else 0))
+        match self.sampling:
+            case "paper":
+                degrees, expected = _paper(self.features, self.p, rng)
+            case "release":
+                degrees, expected = _release(self.features, self.p, rng)
+            case "exact01":
+                degrees, expected = _exact01(self.features, self.head_dim, self.kernel, rng)
+            case "order1":
+                degrees, expected = [0, *[1] * self.head_dim], {0: 1.0, 1: 1.0}
+        degrees.sort(reverse=True)
+        widths = [sum(j < N for N in degrees) for j in range(degrees[0])]
+        if self.sampling in ("paper", "release"):
+            blocks = [_signs(width, self.head_dim, rng) for width in widths]
+        else:  # the features of degree 1 are the coordinates
+            random, linear = [degrees.index(1), *widths[1:]], torch.eye(self.head_dim)
+            first, *others = (_orthogonal_signs(width, self.head_dim, rng) for width in random)
+            blocks = [first, linear, *others]
+        scales = [math.sqrt(self.kernel.coefficient(N) / expected[N]) for N in degrees]
+        like = self.scales  # keeps dtype and device of a module that was moved
+        self.degrees = torch.tensor(degrees, device=like.device)
+        self.rows = torch.cat([torch.empty(0, self.head_dim), *blocks]).to(like)
+        self.scales = torch.tensor(scales).to(like)
+        self._plan()
+
+    def _plan(self) -> None:
+        """What the buffers say, as plain numbers: asking a GPU for them in every step would make it wait."""
+        degrees = self.degrees.tolist()
+        self._widths = [sum(degree > j for degree in degrees) for j in range(degrees[0])]
+        self._constant = sum(
+            float(s) ** 2 for s, degree in zip(self.scales.tolist(), degrees, strict=True) if not degree
+        )
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seed": self.seed, "steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seed, self.steps = state["seed"], state["steps"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A saved draw may have other degrees, hence another number of rows, than the one made here.
-        if (saved := state_dict.get(prefix + "signs")) is not None:
-            self.signs = self.signs.new_empty(saved.shape)
+        if (saved := state_dict.get(prefix + "rows")) is not None:
+            self.rows = self.rows.new_empty(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._widths = self._count_factors()
+        self._plan()
+
+
+# Each returns the features' degrees, and how many of each degree are expected among them: s^2 is a_N over that number.
+
+
+def _paper(features: int, p: float, rng: Generator) -> tuple[list[int], dict[int, float]]:
+    degrees = _geometric(features, p, rng)
+    return degrees, {N: features * (p - 1) / p ** (N + 1) for N in degrees}
+
+
+def _release(features: int, p: float, rng: Generator) -> tuple[list[int], dict[int, float]]:
+    beyond = p**-RELEASE_DEGREES
+    degrees = [1 + N for N in _geometric(features - 1, p, rng, beyond)]
+    return [0, *degrees], {0: 1.0} | {N: (features - 1) * (p - 1) / (p**N * (1 - beyond)) for N in degrees}
+
+
+def _exact01(features: int, d: int, kernel: Kernel, rng: Generator) -> tuple[list[int], dict[int, float]]:
+    # The variance that degree N adds is about (a_N r^N)^2 over its number of features, at logits of r = 1/sqrt(d).
+    free = features - d - 2
+    size = {N: kernel.coefficient(N) * d ** (-N / 2) for N in range(2, 2 + RELEASE_DEGREES)}
+    total = sum(size.values())
+    numbers: dict[int, int] = {}
+    for N in size:
+        number = int(free * size[N] / total) if total else 0
+        if not number and size[N]:
+            break
+        numbers[N] = number
+    last = max(numbers, default=1)
+    if numbers:  # what rounding left
+        numbers[min(numbers)] += free - sum(numbers.values())
+    sampled = free + 1 - sum(numbers.values())
+    p = max(2.0, math.sqrt(d))  # the terms of the series fall like d^(-N/2), or faster
+    tail = [last + 1 + N for N in _geometric(sampled, p, rng)]
+    degrees = [0, *[1] * d, *(N for N in numbers for _ in range(numbers[N])), *tail]
+    expected = {N: sampled * (p - 1) / p ** (N - last) for N in tail}
+    return degrees, {0: 1.0, 1: 1.0} | {N: float(number) for N, number in numbers.items()} | expected
+
+
+def _geometric(count: int, p: float, rng: Generator, beyond: float = 0.0) -> list[int]:
+    """P[N >= m] = p^-m, by inversion; its upper end, of probability `beyond`, is left out."""
+    uniform = torch.rand(count, generator=rng, dtype=torch.float64) * (1 - beyond)
+    return (-torch.log1p(-uniform) / math.log(p)).floor().long().tolist()
+
+
+def _signs(count: int, d: int, rng: Generator) -> Tensor:
+    return (2 * torch.randint(0, 2, (count, d), generator=rng) - 1).to(torch.get_default_dtype())
+
+
+def _orthogonal_signs(count: int, d: int, rng: Generator) -> Tensor:
+    """Rows of +-1 that are orthogonal among each size of them if d is a power of 2 (nearly so if not); E[w w^T] = I.
+
+    Rows of a Hadamard matrix in random order, its columns under random signs: another order and signs for each block.
+    """
+    hadamard = torch.ones(1, 1)
+    while (size := len(hadamard)) < d:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
+    blocks = [
+        hadamard[torch.randperm(size, generator=rng), :d] * _signs(1, d, rng) for _ in range(math.ceil(count / size))
+    ]
+    return torch.cat([torch.empty(0, d), *blocks])[:count]
 
 
 class RandomFourier(nn.Module):
@@ -117,6 +233,10 @@ class RandomFourier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., D)."""
-        w = (self.sigma * self.noise).to(x.dtype)  # (H, F, d)
+        w = self.frequencies().to(x.dtype)
         angles = x @ (w[0] if len(w) == 1 else w).mT
         return torch.cat([angles.sin(), angles.cos()], -1) * len(self.noise) ** -0.5
+
+    def frequencies(self) -> Tensor:
+        """w (H, F, d)."""
+        return self.sigma * self.noise

@@ -9,8 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from macformer.attention import RMFAttention
 from macformer.check import whole
 from macformer.dropout import Dropout
+from macformer.ppsbn import PreSBN
 
 
 class MultiHead(nn.Module):
@@ -22,7 +24,7 @@ class MultiHead(nn.Module):
         heads: int,
         head_dim: int,
         attention: Callable[[], nn.Module],
-        pre_sbn: Callable[[], nn.Module] | None,
+        pre_sbn: Callable[..., PreSBN] | None,
         post_sbn: Callable[..., nn.Module] | None,
     ):
         super().__init__()
@@ -31,8 +33,8 @@ class MultiHead(nn.Module):
         self.to_k = nn.Linear(width, heads * head_dim)
         self.to_v = nn.Linear(width, heads * head_dim)
         self.attention = attention()
-        self.pre_q = pre_sbn() if pre_sbn else None
-        self.pre_k = pre_sbn() if pre_sbn else None
+        self.pre_q = pre_sbn(heads=heads, head_dim=head_dim) if pre_sbn else None
+        self.pre_k = pre_sbn(heads=heads, head_dim=head_dim) if pre_sbn else None
         self.post = post_sbn(heads=heads, head_dim=head_dim) if post_sbn else None
         self.out = nn.Linear(heads * head_dim, width)
 
@@ -41,9 +43,12 @@ class MultiHead(nn.Module):
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.to_q, self.to_k, self.to_v)
         )
-        if self.pre_q and self.pre_k:
-            q, k = self.pre_q(q, mask), self.pre_k(k, mask)
-        attended = self.attention(q, k, v, mask)
+        if self.pre_q and self.pre_q.statistics == "token" and isinstance(self.attention, RMFAttention):
+            attended = self.attention(q, k, v, mask, pre_sbn_eps=self.pre_q.eps)  # the same, without normalised copies
+        else:
+            if self.pre_q and self.pre_k:
+                q, k = self.pre_q(q, mask), self.pre_k(k, mask)
+            attended = self.attention(q, k, v, mask)
         if self.post:
             attended = self.post(attended)
         return self.out(attended.transpose(1, 2).flatten(-2))
@@ -96,7 +101,7 @@ class Classifier(nn.Module):
         dropout: float,
         pooling: Literal["padded", "masked"],
         attention: Callable[[], nn.Module],
-        pre_sbn: Callable[[], nn.Module] | None,
+        pre_sbn: Callable[..., PreSBN] | None,
         post_sbn: Callable[..., nn.Module] | None,
     ):
         super().__init__()

@@ -1,34 +1,85 @@
 """Pre- and post-Scaling Batch Normalisation, the paper's Algorithm 1. Knows no attention.
 
+Line by line: 1. centre Q and K and divide by sqrt(variance + eps), 2. divide by the l2 norm: `PreSBN`. 3. attention:
+not here. 4. att <- (gamma att)^beta: `PostSBN`.
+
 Shapes: B batch, H heads, n length, d head width.
 """
 
+from collections.abc import Iterator
+from typing import Any, Literal
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 BEND = 1e-3  # below about this size post-SBN is a straight line: a finite slope at zero
+MOMENTUM = 0.1  # of the running averages, torch's default
+PIECE = {"cpu": 2**18, "cuda": 2**24}  # numbers that post-SBN takes at a time
+
+
+def unit_rows(x: Tensor, eps: float) -> Tensor:
+    """(x - mean) / |x - mean| over the last axis; a constant row becomes zero. The norm's guard is eps sqrt(d)."""
+    d = x.shape[-1]
+    return F.layer_norm(x, (d,), x.new_full((d,), d**-0.5), eps=eps**2)
 
 
 class PreSBN(nn.Module):
     """Lines 1 and 2 of Algorithm 1: x <- (x - mean) / sqrt(variance + eps), then x <- x / |x|.
 
     Every row ends in the unit ball, so that the logit q.k/sqrt(d) is at most 1/sqrt(d) in size.
-    The paper does not say over which axes the statistics run (erratum 9). Here they run over the d
-    channels of each row, as in the authors' later release: no row sees another, so padding cannot leak
-    and `mask` changes nothing.
+    The paper does not say over which axes the statistics run (erratum 9):
+
+    token     over the d channels of each row, as in the authors' later release. No row sees another, so padding cannot
+              leak and `mask` changes nothing. Line 2 then cancels line 1's division: what is left of eps is the guard
+              against a constant row, which becomes zero.
+    batch     over examples and positions for each head and channel, Algorithm 1 read literally: the mask leaves padding
+              out; in evaluation the running averages of training take the place of the batch's own. Needs `heads` and
+              `head_dim`.
     """
 
-    def __init__(self, eps: float = 1e-13):
+    mean: Tensor  # (H, 1, d), running
+    variance: Tensor
+
+    def __init__(
+        self,
+        eps: float = 1e-13,
+        statistics: Literal["token", "batch"] = "token",
+        heads: int | None = None,
+        head_dim: int | None = None,
+    ):
         super().__init__()
         if not eps > 0:
             raise ValueError(f"eps={eps!r} must be above 0: a constant row has variance 0")
+        if statistics not in ("token", "batch"):
+            raise ValueError(f"statistics={statistics!r} is not known; choose one of token, batch")
         self.eps = eps
+        self.statistics = statistics
+        if statistics == "batch":
+            if heads is None or head_dim is None:
+                raise ValueError("statistics='batch' needs heads and head_dim: a running average for each channel")
+            self.register_buffer("mean", torch.zeros(heads, 1, head_dim))
+            self.register_buffer("variance", torch.ones(heads, 1, head_dim))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (B, H, n, d), mask (B, n) with True = keep -> (B, H, n, d), in float32 or wider."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))  # 1e-13 is zero in half precision
-        return F.normalize(F.layer_norm(x, x.shape[-1:], eps=self.eps), dim=-1)
+        if self.statistics == "token":
+            return unit_rows(x, self.eps)
+        mean, variance = self._batch_statistics(x, mask) if self.training else (self.mean, self.variance)
+        return F.normalize((x - mean.to(x.dtype)) * (variance.to(x.dtype) + self.eps).rsqrt(), dim=-1)
+
+    def _batch_statistics(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        keep = x.new_ones(x.shape[0], 1, x.shape[2], 1) if mask is None else mask[:, None, :, None].to(x.dtype)
+        count = keep.sum().clamp(min=1)
+        mean = (x * keep).sum((0, 2), keepdim=True)[0] / count
+        variance = ((x - mean) * keep).square().sum((0, 2), keepdim=True)[0] / count
+        with torch.no_grad():
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.mean.lerp_(mean.to(self.mean.dtype), MOMENTUM)
+            self.variance.lerp_(unbiased.to(self.variance.dtype), MOMENTUM)
+        return mean, variance
 
 
 class PostSBN(nn.Module):
@@ -37,6 +88,7 @@ class PostSBN(nn.Module):
     With y = gamma x: out = y (y^2 + BEND^2)^((beta-1)/2). It is odd, exactly gamma x at beta = 1, and
     |y|^beta with the sign of y for |y| well above BEND. gamma = exp(g) and beta = exp(b) stay positive; g and b
     start at zero. One pair a channel, shared by the heads, as in the release; or one a head and channel.
+    For the backward pass it keeps x alone.
     """
 
     def __init__(self, heads: int, head_dim: int, per_head: bool = False):
@@ -48,6 +100,42 @@ class PostSBN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, n, d) -> (B, H, n, d), in float32 or wider."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        y = self.log_gamma.exp() * x
-        power = (self.log_beta.exp() - 1) / 2
-        return y * (power * (y.square() + BEND**2).log()).exp()  # pow, which is several times slower on the CPU
+        return _Power.apply(x, self.log_gamma.to(x.dtype), self.log_beta.to(x.dtype))
+
+
+class _Power(torch.autograd.Function):
+    """y E, where E = (y^2 + BEND^2)^((beta-1)/2) is written as exp and log: pow is several times slower on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log_gamma: Tensor, log_beta: Tensor) -> Tensor:
+        ctx.save_for_backward(x, log_gamma, log_beta)
+        out = torch.empty_like(x)
+        for b in _examples(x):
+            y = x[b] * log_gamma.exp()
+            power = y.square().add_(BEND**2).log_().mul_((log_beta.exp() - 1) / 2).exp_()
+            torch.mul(y, power, out=out[b])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, log_gamma, log_beta = ctx.saved_tensors
+        gamma, beta = log_gamma.exp(), log_beta.exp()
+        grad_x, grad_gamma, grad_beta = torch.empty_like(x), torch.zeros_like(gamma), torch.zeros_like(beta)
+        for b in _examples(x):
+            y = x[b] * gamma
+            square = y.square()
+            bent = square + BEND**2
+            log = bent.log()
+            pulled = grad[b] * torch.exp(log * ((beta - 1) / 2))  # grad E
+            # d(y E)/dy = E (1 + (beta-1) y^2 / (y^2 + BEND^2));  d(y E)/d log beta = y E log(y^2 + BEND^2) beta / 2
+            grad_beta += log.mul_(y).mul_(pulled).mul_(beta / 2).sum_to_size(beta.shape)
+            torch.mul(square.div_(bent).mul_(beta - 1).add_(1).mul_(pulled), gamma, out=grad_x[b])
+            grad_gamma += (grad_x[b] * x[b]).sum_to_size(gamma.shape)
+        return grad_x, grad_gamma, grad_beta
+
+
+def _examples(x: Tensor) -> Iterator[slice]:
+    """Some examples at a time: passes over them find them in the cache, and what they hold in between stays small."""
+    size = max(1, PIECE.get(x.device.type, PIECE["cuda"]) // max(1, x[0].numel()))
+    return (slice(start, start + size) for start in range(0, len(x), size))

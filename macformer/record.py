@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 SCHEMA = 1
-NOT_IN_RUN_ID = ("paths", "logger", "telemetry", "force", "evaluate", "dry_run")
+NOT_IN_RUN_ID = ("paths", "logger", "telemetry", "force", "evaluate", "dry_run")  # at the top and in the trainer
 Status = Literal["ok", "oom", "diverged", "interrupted"]
 
 
@@ -81,6 +81,7 @@ class Point(Part):
     dev_accuracy: float
     learning_rate: float
     train_seconds: float
+    telemetry: dict[str, float] = {}  # of each layer, if trainer.telemetry is on
 
 
 class Record(Part):
@@ -106,7 +107,8 @@ class Record(Part):
 
 def run_id(config: dict[str, Any], fingerprint: str) -> str:
     """task.model.seed.hash8; the hash covers all that decides the result."""
-    decisive = {key: value for key, value in config.items() if key not in NOT_IN_RUN_ID}
+    trainer = {key: value for key, value in config["trainer"].items() if key not in NOT_IN_RUN_ID}
+    decisive = {key: value for key, value in config.items() if key not in NOT_IN_RUN_ID} | {"trainer": trainer}
     text = json.dumps([decisive, fingerprint], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{config['task']['name']}.{config['model']['name']}.{config['seed']}.{digest}"

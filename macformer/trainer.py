@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -64,6 +64,7 @@ class Trainer:
     which changes no output. `bucket` puts texts of like length into one batch.
     Dev accuracy is taken every `evaluate_every` steps and at the end, always on the same `dev_examples` examples.
     The weights with the best dev accuracy (the earliest of equals) are tested on the whole test split.
+    `telemetry`: at each evaluation, every module that has a method of that name is asked about a batch of dev texts.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Trainer:
         cycle_momentum: bool,
         pad: Literal["full", "trim"],
         bucket: bool,
+        telemetry: bool = False,
     ):
         whole(steps=steps, batch_size=batch_size, evaluate_every=evaluate_every, dev_examples=dev_examples)
         whole(at_least=2, warmup_steps=warmup_steps)  # the schedule counts the steps between its first and its peak
@@ -91,6 +93,7 @@ class Trainer:
         self.cycle_momentum = cycle_momentum
         self.trim = pad == "trim"
         self.bucket = bucket
+        self.telemetry = telemetry
 
     def fit(
         self,
@@ -172,14 +175,19 @@ class Trainer:
                     learning_rate=rate,
                     train_seconds=sum(step_seconds),
                 )
+                if self.telemetry:
+                    ids, _ = _on(device, dev.batch(dev_indices[: self.batch_size], self.trim))
+                    point.telemetry = observe(model, ids)
                 result.history.append(point)
                 if point.dev_accuracy > best_accuracy:
                     best_accuracy, best_step = point.dev_accuracy, step
                     best_weights = copy.deepcopy(model.state_dict())
                     best = f", best dev accuracy {best_accuracy:.2%}"
                 bar.write(self._line(point, (point.train_seconds + evaluation_seconds) / step))
+                for name, value in point.telemetry.items():
+                    bar.write(f"  {name} {value:.4g}")
                 if log:
-                    log(point.model_dump())
+                    log(point.model_dump(exclude={"telemetry"}) | point.telemetry)
 
         begin = devices.now(device)
         everything = np.arange(len(test))
@@ -248,6 +256,28 @@ def evaluate(
     return outcomes, loss / len(indices)
 
 
+@torch.inference_mode()
+def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
+    """What the modules with a `telemetry` method say about their inputs in one evaluation pass, by module name."""
+    found: dict[str, float] = {}
+
+    def ask(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            told = cast(Callable[..., dict[str, float]], module.telemetry)(*args, **kwargs)
+            found.update({f"{name}.{key}": value for key, value in told.items()})
+
+        return hook
+
+    watched = [(name, module) for name, module in model.named_modules() if hasattr(module, "telemetry")]
+    hooks = [module.register_forward_pre_hook(ask(name), with_kwargs=True) for name, module in watched]
+    model.eval()
+    model(ids)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def _check_finite(name: str, loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise Diverged(f"{name} is {loss} at step {step}: lower task.learning_rate")
@@ -262,6 +292,7 @@ def _measure_memory(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ids: Tensor, labels: Tensor
 ) -> Memory:
     """Peak of one forward and backward pass, parameters and optimiser included. Untimed; changes nothing."""
+    before = copy.deepcopy(model).cpu().state_dict()  # running averages and draws move with each pass
 
     def step() -> None:
         F.cross_entropy(model(ids), labels).backward()
@@ -270,4 +301,5 @@ def _measure_memory(
     moments = [value for state in optimizer.state.values() for value in state.values()]
     state = [*model.parameters(), *model.buffers(), *(t for t in moments if isinstance(t, Tensor)), ids]
     peak, method = devices.peak_bytes(device, state, step)
+    model.load_state_dict(before)
     return Memory(peak_bytes=peak, method=method)

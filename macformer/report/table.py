@@ -130,7 +130,7 @@ def _place(record: Record, paper: Paper) -> Run:
     for key in sorted(actual.keys() | paper.values.keys()):
         group, _, name = key.partition(".")
         value, original = actual.get(key), paper.values.get(key)
-        if value == original or group in NOT_CONDITIONS or name == "name":
+        if value == original or group in NOT_CONDITIONS or name in ("name", "telemetry"):
             continue
         if key in paper.follows and value == actual.get(paper.follows[key]):
             continue  # said where it comes from

@@ -74,7 +74,10 @@ def test_every_protocol_trains(protocol: str, task: str, cell: Callable[..., Dic
         ),
         ("model.attention.features=1.5", "model.attention.features=1.5 does not fit RMFAttention"),
         ("+model.attention.featurs=64", "model.attention.featurs is not known: RMFAttention takes head_dim, features"),
-        ("model.attention.sampling=best", "model.attention.sampling=best .* should be 'paper' or 'release'"),
+        (
+            "model.attention.sampling=best",
+            "model.attention.sampling=best .* should be 'paper', 'release', 'exact01' or 'order1'",
+        ),
         ("model.pooling=max", "model.pooling=max .* should be 'padded' or 'masked'"),
         ("model.attention.features=0", "model: features=0 must be a whole number of at least 1"),
         ("model.attention.kernel=cos", "model: kernel='cos' is not known; choose one of exp, inv"),

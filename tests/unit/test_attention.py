@@ -27,7 +27,10 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
     "kernel": lambda: KernelAttention("inv"),
     "rfa": lambda: RFAttention(d, 16, heads=2, generator=seeded()),
     **{f"rmfa_{kernel}": lambda kernel=kernel: RMFAttention(d, 16, kernel, generator=seeded()) for kernel in KERNELS},
-    "rmfa_release": lambda: RMFAttention(d, 16, sampling="release", generator=seeded()),
+    **{
+        f"rmfa_{sampling}": lambda sampling=sampling: RMFAttention(d, 16, sampling=sampling, generator=seeded())
+        for sampling in ("release", "exact01", "order1")
+    },
 }
 
 
@@ -177,10 +180,15 @@ def test_half_precision_comes_and_goes_but_the_sums_are_float32(name: str, dtype
     torch.testing.assert_close(out, exact.to(dtype), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["rfa", "rmfa_exp", "rmfa_inv"])
-def test_gradcheck(name: str) -> None:
-    attention = ATTENTIONS[name]().double()
-    assert torch.autograd.gradcheck(lambda *inputs: attention(*inputs, MASK), qkv())
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_autocast_does_not_reach_inside(name: str) -> None:
+    attention = ATTENTIONS[name]()
+    q, k, v = (t.detach() for t in qkv(dtype=torch.float32))
+    expected = attention(q, k, v, MASK)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(q, k, v, MASK), expected)
+        half = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), MASK)
+    assert half.dtype == torch.bfloat16
 
 
 @settings(max_examples=40, deadline=None)
@@ -233,3 +241,49 @@ def test_bad_arguments_are_named() -> None:
         SoftmaxAttention(implementation="flash")
     with pytest.raises(ValueError, match=r"dropout=1\.5"):
         SoftmaxAttention(dropout=1.5)
+
+
+@pytest.mark.parametrize("name", ["rfa", "rmfa_exp"])
+def test_another_head_width_is_named(name: str) -> None:
+    q, k, v = (torch.randn(1, 2, 3, 2 * d) for _ in range(3))
+    with pytest.raises(ValueError, match="heads of width 16, but the attention was made with head_dim=8"):
+        ATTENTIONS[name]()(q, k, v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_telemetry_is_what_it_says(causal: bool) -> None:
+    """Against the definition written out, at a length where every query is looked at."""
+    attention = RMFAttention(d, 64, "inv", generator=seeded()).double()
+    q, k, v = (t.detach() for t in qkv(n=40, m=40))
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[1, 25:] = False
+    told = attention.telemetry(3 * q + 1, 2 * k - 1, v, mask, causal, pre_sbn_eps=1e-13)  # pre-SBN undoes this
+    seen = mask[:, None, None, :].expand(2, 2, 40, 40).clone()
+    if causal:
+        seen &= torch.ones(40, 40, dtype=torch.bool).tril()
+    logits = (q @ k.mT / math.sqrt(d))[seen]
+    assert told["logit_min"] == pytest.approx(float(logits.min()))
+    assert told["logit_max"] == pytest.approx(float(logits.max()))
+    exact = KernelAttention("inv")(q, k, v, mask, causal)
+    mean = (seen.double() @ v) / seen.sum(-1, keepdim=True)
+    error = (attention(q, k, v, mask, causal) - exact).square().sum() / (exact - mean).square().sum()
+    assert told["error"] == pytest.approx(float(error))
+    assert told["floored"] == 0
+
+
+def test_telemetry_counts_floored_denominators() -> None:
+    """Opposite vectors of length 3: the linear feature makes 1 + t negative."""
+    attention = RMFAttention(d, sampling="order1")
+    q = torch.zeros(1, 1, 4, d)
+    q[0, 0, :, 0] = torch.tensor([3.0, 3.0, -3.0, 3.0])
+    k = -torch.ones(1, 1, 1, 1) * torch.nn.functional.one_hot(torch.tensor([0]), d).float() * 3
+    told = attention.telemetry(q, k, torch.ones(1, 1, 1, d))
+    assert told["floored"] == 0.75
+    assert told["logit_min"] == pytest.approx(-9 / math.sqrt(d))
+
+
+def test_telemetry_makes_no_step() -> None:
+    attention = RMFAttention(d, 16, redraw=1, generator=seeded())
+    before = attention.feature_map.rows.clone()
+    attention.telemetry(*(t.detach() for t in qkv(dtype=torch.float32)))
+    assert torch.equal(attention.feature_map.rows, before)

@@ -67,7 +67,7 @@ def test_pooling_divides_by_the_padded_or_the_real_length(pooling: str, ratio: f
 def test_layers_have_different_draws(name: str, composed: Composed) -> None:
     first, second = (layer.attend.attention.feature_map for layer in build(composed(f"model={name}")).layers)
     draws = [dict(m.named_buffers()) for m in (first, second)]
-    key = "noise" if name == "rfa" else "signs"
+    key = "noise" if name == "rfa" else "rows"
     assert draws[0][key].shape != draws[1][key].shape or not torch.equal(draws[0][key], draws[1][key])
     assert key in {name.rsplit(".", 1)[-1] for name in build(composed(f"model={name}")).state_dict()}
 

@@ -139,9 +139,12 @@ def test_a_finished_record_of_another_commit_is_kept_with_a_warning(
 
 def test_run_id_covers_what_decides_the_result() -> None:
     config = {"task": {"name": "text"}, "model": {"name": "rfa"}, "seed": 3, "paths": {"data": "a"}, "force": False}
+    config["trainer"] = {"steps": 8, "telemetry": False}
     name = records.run_id(config, "f")
     assert name.startswith("text.rfa.3.")
     assert records.run_id(config | {"paths": {"data": "b"}, "force": True, "logger": {"x": 1}}, "f") == name
+    assert records.run_id(config | {"trainer": {"steps": 8, "telemetry": True}}, "f") == name
+    assert records.run_id(config | {"trainer": {"steps": 9, "telemetry": False}}, "f") != name
     assert records.run_id(config, "g") != name
     assert records.run_id(config | {"threads": 2}, "f") != name
 

@@ -251,3 +251,38 @@ def test_memory_is_that_of_a_whole_batch_even_of_few_examples(cell: Cell) -> Non
         assert memory is not None
         peaks.append(memory.peak_bytes)
     assert peaks[1] > 2.5 * peaks[0]
+
+
+def test_telemetry_is_in_history_and_changes_nothing(cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, watched = (fit(cell("listops", "macformer_exp", *extra))[0] for extra in ([], ["trainer.telemetry=true"]))
+    assert watched.losses == plain.losses
+    assert watched.quality == plain.quality
+    assert not any(point.telemetry for point in plain.history)
+    names = {
+        f"layers.{i}.attend.attention.{what}" for i in (0, 1) for what in ("logit_min", "logit_max", "floored", "error")
+    }
+    for point in watched.history:
+        assert point.telemetry.keys() == names
+        assert abs(point.telemetry["layers.0.attend.attention.logit_max"]) <= 32**-0.5  # pre-SBN's promise
+        assert point.telemetry["layers.0.attend.attention.error"] > 0
+    assert "layers.1.attend.attention.floored 0" in capsys.readouterr().out
+
+
+def test_telemetry_of_a_model_that_has_none_is_empty(cell: Cell) -> None:
+    result = fit(cell("listops", "rfa", "trainer.telemetry=true"))[0]
+    assert not any(point.telemetry for point in result.history)
+
+
+@pytest.mark.parametrize("extra", ["model.attention.redraw=2", "model.pre_sbn.statistics=batch"])
+def test_measuring_memory_changes_nothing(cell: Cell, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even what moves with each pass: the count of steps to the next draw, running averages."""
+    measured = fit(cell("listops", "macformer_exp", extra))[0]
+    monkeypatch.setattr(trainer, "_measure_memory", lambda *_: measured.memory)
+    assert fit(cell("listops", "macformer_exp", extra))[0].losses == measured.losses
+
+
+@pytest.mark.parametrize("sampling", ["release", "exact01", "order1"])
+def test_every_sampling_trains(cell: Cell, sampling: str) -> None:
+    result = fit(cell("listops", "macformer_exp", f"model.attention.sampling={sampling}"))[0]
+    assert result.status == "ok"
+    assert len(result.losses) == 10

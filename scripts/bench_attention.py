@@ -1,0 +1,347 @@
+"""Race all attentions, forward and backward, over the length: time, memory, share of the matmul rate.
+
+    python scripts/bench_attention.py                    # about ten minutes on one core
+    python scripts/bench_attention.py --lengths 256 1024 --rounds 3 --no-model --output /tmp/bench
+
+How: one process, one thread. In every round each attention has a turn, in a new order: it is called once, or again and
+again for 0.3 s, and the mean of its calls counts. Random features are drawn anew for each round. A ratio is taken
+within a round; its median and range over the rounds are reported. A round before the first is not counted. Memory is
+the peak of live bytes beyond the inputs, of the largest draw. An attention that does not agree with its slow definition
+gets no figure, and the exit code is 1.
+Shapes: B batch, H heads, n length, d head width, D features, W projections and f products of a folded map.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+try:
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("error: matplotlib is not there; pip install 'macformer[figures]' (make setup does)")
+
+from lra_data.base import TaskSpec
+from macformer import KernelAttention, PreSBN, RFAttention, RMFAttention, SoftmaxAttention
+from macformer import config as configs
+from macformer import device as devices
+from macformer import record as records
+from macformer.linear import FLOOR, plain_attention
+
+ROOT = Path(__file__).parent.parent
+HEAD_DIM, FEATURES, KEPT = 32, 128, 0.9  # the share of keys that the mask keeps
+MANY = (4, 2)  # B, H up to n = 4096
+ONE = (1, 1)  # beyond, where the n x n weights of eight heads do not fit any more
+HEADLINE = (*MANY, 4096)
+ROUNDS = 7
+TURN = 0.3  # seconds that an attention is called for when it is its turn, if one call does not take longer
+SAMPLINGS = ("paper", "release", "exact01", "order1")
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def attentions(seed: int) -> dict[str, nn.Module]:
+    """All of them, without dropout."""
+
+    def rmfa(sampling: Any) -> RMFAttention:
+        return RMFAttention(HEAD_DIM, FEATURES, sampling=sampling, generator=torch.Generator().manual_seed(seed))
+
+    return {
+        "explicit": SoftmaxAttention(),
+        "checkpointed": SoftmaxAttention(implementation="checkpointed"),
+        "sdpa": SoftmaxAttention(implementation="sdpa"),
+        "kernel": KernelAttention("exp"),
+        "rfa": RFAttention(HEAD_DIM, FEATURES, generator=torch.Generator().manual_seed(seed)),
+        **{f"rmfa_{sampling}": rmfa(sampling) for sampling in SAMPLINGS},
+    }
+
+
+def inputs(B: int, H: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Inputs:
+    """q, k (rows of length one, as after pre-SBN), v, the output's gradient, the mask; laid out as in the model."""
+    rng = torch.Generator().manual_seed(n)
+    q, k, v, grad = (torch.randn(B, n, H, HEAD_DIM, generator=rng).transpose(1, 2).to(device, dtype) for _ in range(4))
+    mask = (torch.arange(n) < math.ceil(KEPT * n)).expand(B, -1).to(device)
+    q, k = (PreSBN()(x).detach().requires_grad_() for x in (q, k))
+    return q, k, v.requires_grad_(), grad, mask
+
+
+def run(attention: Callable[..., Tensor], data: Inputs) -> tuple[Tensor, ...]:
+    q, k, v, grad, mask = data
+    out = attention(q, k, v, mask)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def definition(attention: nn.Module) -> Callable[..., Tensor]:
+    """The same function, slow and plain."""
+    if not isinstance(attention, RMFAttention | RFAttention):
+        return KernelAttention("exp")
+    maclaurin = isinstance(attention, RMFAttention)
+    floor = attention.floor if isinstance(attention, RMFAttention) else FLOOR
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        phi_q, phi_k = (
+            attention.feature_map(x * HEAD_DIM**-0.25 if maclaurin else F.normalize(x, dim=-1)) for x in (q, k)
+        )
+        return plain_attention(phi_q, phi_k, v, mask, floor)
+
+    return plain
+
+
+def wrong(attention: nn.Module, device: torch.device) -> str:
+    """Why it gets no figure, or nothing: output to 1e-5 and gradients to 1e-4 of the definition in float64."""
+    small, exact = inputs(2, 2, 193, device), inputs(2, 2, 193, device, torch.float64)
+    for i, (ours, theirs) in enumerate(zip(run(attention, small), run(definition(attention), exact), strict=True)):
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        if not error < (1e-4 if i else 1e-5):
+            what = ("the output", "the gradient of q", "the gradient of k", "the gradient of v")[i]
+            return f"{what} is off by {error:.1e}"
+    if isinstance(attention, SoftmaxAttention) and attention.implementation == "sdpa":
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                run(attention, small)
+        except RuntimeError:
+            return "SDPA is not on its flash path"
+    return ""
+
+
+def flop(attention: nn.Module, B: int, H: int, n: int) -> int:
+    """Of the matrix products, forward and backward. A product of an n x a and an a x b matrix has 2 n a b."""
+    d = HEAD_DIM
+    if isinstance(attention, RMFAttention | RFAttention):
+        if isinstance(attention, RMFAttention):
+            _, linear, rows, widths = attention.feature_map.folded(torch.float32)
+            W, block = rows.shape[1], (0 if linear is None else d) + (widths[0] if widths else 0)
+        else:
+            W, block = FEATURES // 2, FEATURES
+        return 12 * B * H * n * d * (W + block)  # for q and k: W three times; [x, F] with the values six times
+    products = {"checkpointed": 8, "sdpa": 7}.get(getattr(attention, "implementation", ""), 6)
+    return 2 * products * B * H * n * n * d
+
+
+def race(names: list[str], B: int, H: int, n: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Seconds and FLOP of each attention and the matmul rate in each round; peak bytes, of the largest draw."""
+    data = inputs(B, H, n, device)
+    square = torch.randn(1024, 1024, device=device)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    flops: dict[str, list[int]] = {name: [] for name in names}
+    draws = [attentions(seed) for seed in range(rounds + 1)]
+    rates = []
+    order = random.Random(n)
+    for number in range(rounds + 1):
+        show(f"{B} x {H} x {n:,}: round {number} of {rounds}")
+        for name in order.sample(names, len(names)):
+            attention = draws[number][name].to(device)
+            begin, calls = devices.now(device), 0
+            while calls == 0 or devices.now(device) - begin < TURN:
+                run(attention, data)
+                calls += 1
+            if number:
+                seconds[name].append((devices.now(device) - begin) / calls)
+                flops[name].append(flop(attention, B, H, n))
+        begin = devices.now(device)
+        for _ in range(4):
+            square @ square
+        rates.append(4 * 2 * 1024**3 / (devices.now(device) - begin))
+    memory = {}
+    for name in names:
+        show(f"{B} x {H} x {n:,}: memory of {name}")
+        largest = max(draws, key=lambda arms: flop(arms[name], B, H, n))[name]
+        memory[name] = peak(device, partial(run, largest, data))
+    show("")
+    return {
+        "shape": {"B": B, "H": H, "n": n, "d": HEAD_DIM, "D": FEATURES},
+        "matmul_rate": rates[1:],
+        "arms": {name: {"seconds": seconds[name], "flop": flops[name], "peak_bytes": memory[name]} for name in names},
+    }
+
+
+def peak(device: torch.device, work: Callable[[], Any]) -> int:
+    """Peak of live bytes beyond what lives already."""
+    work()  # what it keeps for good it has now
+    gc.collect()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        return devices.peak_bytes(device, [], work)[0] - before
+    return devices.peak_bytes(device, [], work)[0]
+
+
+def model_memory(device: torch.device, batch: int = 16, n: int = 4096) -> dict[str, int]:
+    """Peak bytes of a training step of the LRA model, parameters included, without attention dropout."""
+    arms = {
+        "transformer, checkpointed": ["model=transformer", "model.attention.implementation=checkpointed"],
+        "transformer_sdpa": ["model=transformer_sdpa"],
+        "rfa": ["model=rfa"],
+        **{f"macformer_exp, {s}": ["model=macformer_exp", f"model.attention.sampling={s}"] for s in SAMPLINGS},
+    }
+    ids, labels = torch.randint(1, 257, (batch, n), device=device), torch.zeros(batch, dtype=torch.long, device=device)
+    found = {}
+    for name, overrides in arms.items():
+        show(f"memory of a model: {name}")
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            config = compose("train", overrides)
+        if "dropout" in config.model.attention:
+            config.model.attention.dropout = 0.0
+        torch.manual_seed(0)
+        model = configs.build(config, "model", **asdict(TaskSpec(512, n, 2, paired=False))).to(device)
+
+        def step(model: nn.Module = model) -> None:
+            F.cross_entropy(model(ids), labels).backward()
+            model.zero_grad()
+
+        found[name] = devices.peak_bytes(device, model.parameters(), step)[0]
+    show("")
+    return found
+
+
+def ratios(result: dict[str, Any], name: str, to: str) -> tuple[float, float, float]:
+    """How many times faster than `to`: median, lowest and highest of the rounds."""
+    pairs = zip(result["arms"][to]["seconds"], result["arms"][name]["seconds"], strict=True)
+    each = [other / own for other, own in pairs]
+    return median(each), min(each), max(each)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = []
+    for result in report["results"]:
+        shape, arms = result["shape"], result["arms"]
+        lines += [
+            f"**B, H, n, d, D = {shape['B']}, {shape['H']}, {shape['n']:,}, {shape['d']}, {shape['D']}**"
+            f" ({result['allocator']} allocator; matmul rate {median(result['matmul_rate']) / 1e9:.0f} GFLOP/s)",
+            "",
+            "| attention | ms (range) | times faster than explicit (range) | than SDPA (range) "
+            "| peak MiB | GFLOP | of matmul rate |",
+            "| --- | --: | --: | --: | --: | --: | --: |",
+        ]
+        for name, arm in arms.items():
+            ms = [1e3 * s for s in arm["seconds"]]
+            share = median(f / s for f, s in zip(arm["flop"], arm["seconds"], strict=True)) / median(
+                result["matmul_rate"]
+            )
+            faster = [
+                "{:.3g} ({:.3g}-{:.3g})".format(*ratios(result, name, to)) if to in arms else ""
+                for to in ("explicit", "sdpa")
+            ]
+            lines.append(
+                f"| {name} | {median(ms):.3g} ({min(ms):.3g}-{max(ms):.3g}) | {faster[0]} | {faster[1]} "
+                f"| {arm['peak_bytes'] / 2**20:.1f} | {median(arm['flop']) / 1e9:.3g} | {share:.0%} |"
+            )
+        lines.append("")
+    if report["model_peak_bytes"]:
+        lines += [
+            "**A training step of the LRA model, batch 16, n = 4,096**",
+            "",
+            "| model | peak MiB |",
+            "| --- | --: |",
+        ]
+        lines += [f"| {name} | {size / 2**20:,.0f} |" for name, size in report["model_peak_bytes"].items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(report: dict[str, Any], file: Path) -> None:
+    figure, panels = plt.subplots(2, 2, figsize=(11, 8), sharex="col")
+    for column, (B, H) in enumerate((MANY, ONE)):
+        chosen = [
+            r for r in report["results"] if (r["shape"]["B"], r["shape"]["H"]) == (B, H) and r["allocator"] == "default"
+        ]
+        chosen.sort(key=lambda r: r["shape"]["n"])
+        if not chosen:
+            continue
+        lengths = [r["shape"]["n"] for r in chosen]
+        for name in chosen[0]["arms"]:
+            style = {"marker": "o", "ms": 4, "ls": "-" if name.startswith(("rmfa", "rfa")) else "--", "label": name}
+            seconds = [r["arms"][name]["seconds"] for r in chosen]
+            (line,) = panels[0, column].plot(lengths, [1e3 * median(s) for s in seconds], **style)
+            low, high = ([1e3 * f(s) for s in seconds] for f in (min, max))
+            panels[0, column].fill_between(lengths, low, high, color=line.get_color(), alpha=0.15, lw=0)
+            panels[1, column].plot(lengths, [r["arms"][name]["peak_bytes"] / 2**20 for r in chosen], **style)
+        panels[0, column].set(
+            title=f"{B} x {H} heads of width {HEAD_DIM}, D = {FEATURES}", ylabel="ms, forward + backward"
+        )
+        panels[1, column].set(xlabel="length n", ylabel="peak MiB beyond the inputs")
+        panels[1, column].set_xticks(lengths, [f"{n:,}" for n in lengths])
+        for panel in panels[:, column]:
+            panel.set(xscale="log", yscale="log")
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+    panels[0, 0].legend(fontsize=8)
+    environment = report["environment"]
+    figure.suptitle(
+        f"{environment['device_name']}, {environment['threads']} thread, torch {environment['torch']}", fontsize=10
+    )
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def show(text: str) -> None:
+    """What is going on, on one line that is written over."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**i for i in range(8, 15)])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "bench")
+    parser.add_argument("--no-model", action="store_true", help="leave the memory of the whole model out")
+    options = parser.parse_args(arguments)
+    device = devices.choose(options.device)
+    torch.set_num_threads(1)
+    complaints = {}
+    for seed in range(options.rounds + 1):  # the very draws that will race
+        for name, attention in attentions(seed).items():
+            if complaint := wrong(attention.to(device), device):
+                complaints[name] = complaint
+    for name, complaint in complaints.items():
+        print(f"{name} gets no figure: {complaint}")
+    names = [name for name in attentions(seed=0) if name not in complaints]
+
+    shapes = [(*MANY, n) for n in options.lengths if n <= HEADLINE[2]] + [
+        (*ONE, n) for n in options.lengths if n >= 1024
+    ]
+    results = [race(names, *shape, options.rounds, device) | {"allocator": "default"} for shape in shapes]
+    model = {} if options.no_model else model_memory(device)
+    if device.type == "cpu" and HEADLINE in shapes:
+        devices.prepare(device, 1)  # as train.py does: freed memory is kept, and explicit softmax saves its page faults
+        results.append(race(names, *HEADLINE, options.rounds, device) | {"allocator": "keeping"})
+    report = {
+        "code": records.code().model_dump(),
+        "environment": records.environment(device.type, devices.describe(device), 1).model_dump(),
+        "rounds": options.rounds,
+        "no_figure": complaints,
+        "results": results,
+        "model_peak_bytes": model,
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, write in {
+        "attention.json": lambda file: file.write_text(json.dumps(report, indent=1) + "\n"),
+        "attention.md": lambda file: file.write_text(table(report)),
+        "attention.png": lambda file: plot(report, file),
+    }.items():
+        fresh = options.output / f"fresh.{name}"
+        write(fresh)
+        os.replace(fresh, options.output / name)
+    print(table(report))
+    print(f"written to {options.output}: attention.json, attention.md, attention.png")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
