@@ -40,7 +40,7 @@ format: setup ## let ruff format the code and sort the imports
 table: setup ## turn the records in results/runs into results/tables/table2.md and print it
 	@$(BIN)/python scripts/table.py results
 
-bench: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (a quarter of an hour)
+bench: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_attention.py
 
 golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)

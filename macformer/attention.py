@@ -18,15 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from macformer import kernels
 from macformer.dropout import Dropout
 from macformer.features import RandomFourier, RandomMaclaurin, Sampling
-from macformer.linear import FLOOR, Form, causal_attention, linear_attention
+from macformer.linear import FLOOR, Form, check_square, linear_attention
 from macformer.ppsbn import unit_rows
 
 TELEMETRY_ROWS = 64  # queries of an example that telemetry compares with exact attention
-
-
-def _square(q: Tensor, k: Tensor) -> None:
-    if q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
 
 
 def _width(q: Tensor, head_dim: int) -> None:
@@ -38,7 +33,7 @@ def _keep(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | N
     """Which key each query sees, broadcastable to (B, H, n, m); None = all."""
     keep = None if mask is None else mask[:, None, None, :]
     if causal:
-        _square(q, k)
+        check_square(q, k)
         before = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         keep = before if keep is None else keep & before
     return keep
@@ -115,16 +110,17 @@ class KernelAttention(nn.Module):
 
     def __init__(self, kernel: str = "exp"):
         super().__init__()
-        self.kernel = kernels.find(kernel)
+        kernels.find(kernel)
+        self.kernel = kernel  # its name: functions cannot be pickled
 
     @_full_precision
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         logits = q @ k.mT * q.shape[-1] ** -0.5
         keep = _keep(q, k, mask, causal)
         if keep is not None:  # before the kernel too: what is masked may lie outside its domain
-            weights = self.kernel.value(logits.masked_fill(~keep, 0)).masked_fill(~keep, 0)
+            weights = kernels.find(self.kernel).value(logits.masked_fill(~keep, 0)).masked_fill(~keep, 0)
         else:
-            weights = self.kernel.value(logits)
+            weights = kernels.find(self.kernel).value(logits)
         total = weights.sum(-1, keepdim=True)
         return weights @ v / total.masked_fill(total == 0, 1)
 
@@ -137,7 +133,7 @@ class RMFAttention(nn.Module):
     The denominator is floored at a tenth of a_0 times the number of keys: random features can make it negative.
 
     Time O((n + m) d D'), where D' counts the projections of the features of degree 2 and more: about 3D/4 for p = 2.
-    Memory O((n + m) d): features are computed again in the backward pass. Causal: O(n D (d + 128)) and O(n D).
+    Memory O((n + m) d): features are computed again in the backward pass. Causal: by chunks, linear in n as well.
     No ppSBN inside, but for `pre_sbn_eps`: with it the rows of q and k are normalised like PreSBN(eps) first, without
     ever holding all normalised rows.
     """
@@ -155,7 +151,7 @@ class RMFAttention(nn.Module):
         super().__init__()
         self.feature_map = RandomMaclaurin(head_dim, features, kernel, p, generator, sampling, redraw)
         self.kernel = kernel
-        self.floor = FLOOR * self.feature_map.kernel.coefficient(0)
+        self.floor = FLOOR * kernels.find(kernel).coefficient(0)
 
     def forward(
         self,
@@ -166,17 +162,7 @@ class RMFAttention(nn.Module):
         causal: bool = False,
         pre_sbn_eps: float | None = None,
     ) -> Tensor:
-        if self.training:
-            self.feature_map.step()
-        return self._attend(q, k, v, mask, causal, pre_sbn_eps)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, pre_sbn_eps: float | None = None
-    ) -> Tensor:
         _width(q, self.feature_map.head_dim)
-        if causal:
-            _square(q, k)
-            return checkpoint(self._causal, q, k, v, mask, pre_sbn_eps, use_reentrant=False)
         with torch.autocast(q.device.type, enabled=False):  # or A would be rounded
             constant, linear, rows, widths = self.feature_map.folded(torch.promote_types(q.dtype, torch.float32))
         scale = q.shape[-1] ** -0.25  # of q and of k: once in each projection, twice in the linear part
@@ -189,20 +175,7 @@ class RMFAttention(nn.Module):
             normalise="no" if pre_sbn_eps is None else "centred",
             eps=pre_sbn_eps or 0.0,
         )
-        return linear_attention(q, k, v, mask, rows * scale, form)
-
-    def _causal(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, pre_sbn_eps: float | None) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            dtype = q.dtype
-            q, k, v = _wide(q, k, v)
-            if pre_sbn_eps is not None:
-                q, k = unit_rows(q, pre_sbn_eps), unit_rows(k, pre_sbn_eps)
-            phi_q, phi_k = self._features(q), self._features(_masked(k, mask))
-            return causal_attention(phi_q, phi_k, _masked(v, mask), mask, self.floor).to(dtype)
-
-    def _features(self, x: Tensor) -> Tensor:
-        """Phi(x/d^(1/4)), as it is written."""
-        return self.feature_map(x * x.shape[-1] ** -0.25)
+        return linear_attention(q, k, v, mask, causal, rows * scale, form)
 
     @torch.no_grad()
     def telemetry(
@@ -218,35 +191,46 @@ class RMFAttention(nn.Module):
 
         logit_min, logit_max: of q.k/sqrt(d), over the keys that are seen. floored: share of denominators at the floor.
         error: |out - exact|^2 / |exact - mean v|^2, where exact is KernelAttention: plain averaging of v would get 1.
+        Where there are as many queries as keys the mask is taken to be theirs too: padding is not looked at.
         """
-        q, k, v = _wide(q, k, v)
-        if pre_sbn_eps is not None:
-            q, k = unit_rows(q, pre_sbn_eps), unit_rows(k, pre_sbn_eps)
-        if causal:
-            q, k, v = (x[:, :, :TELEMETRY_ROWS] for x in (q, k, v))
-            mask = None if mask is None else mask[:, :TELEMETRY_ROWS]
-        q = q[:, :, :: -(-q.shape[2] // TELEMETRY_ROWS)]
-        k, v = _masked(k, mask), _masked(v, mask)
-        out = self._attend(q, k, v, mask, causal)
-        exact = KernelAttention(self.kernel)(q, k, v, mask, causal)
-        mean = SoftmaxAttention()(torch.zeros_like(q), k, v, mask, causal)
-        logits = q @ k.mT * q.shape[-1] ** -0.5
-        keep = _keep(q, k, mask, causal)
-        seen = torch.ones_like(logits) if keep is None else keep.expand_as(logits).to(logits.dtype)
-        denominators = (self._features(q) @ self._features(k).mT * seen).sum(-1)
-        return {
-            "logit_min": float(logits.masked_fill(seen == 0, torch.inf).min()),
-            "logit_max": float(logits.masked_fill(seen == 0, -torch.inf).max()),
-            "floored": float((denominators <= self.floor * seen.sum(-1)).double().mean()),
-            "error": float((out - exact).square().sum() / (exact - mean).square().sum()),
-        }
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = _wide(q, k, v)
+            if pre_sbn_eps is not None:
+                q, k = unit_rows(q, pre_sbn_eps), unit_rows(k, pre_sbn_eps)
+            real = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)
+            if mask is not None and q.shape[2] == k.shape[2]:
+                real = mask
+            if causal:
+                q, k, v = (x[:, :, :TELEMETRY_ROWS] for x in (q, k, v))
+                mask, real = None if mask is None else mask[:, :TELEMETRY_ROWS], real[:, :TELEMETRY_ROWS]
+            step = -(-q.shape[2] // TELEMETRY_ROWS)
+            q, real = q[:, :, ::step], real[:, ::step]
+            k, v = _masked(k, mask), _masked(v, mask)
+
+            logits = q @ k.mT * q.shape[-1] ** -0.5
+            keep = _keep(q, k, mask, causal)
+            seen = torch.ones_like(logits, dtype=torch.bool) if keep is None else keep.expand_as(logits)
+            if not (looked_at := seen & real[:, None, :, None]).any():
+                return {}
+            phi_q, phi_k = (self.feature_map(x * x.shape[-1] ** -0.25) for x in (q, k))
+            floored = (phi_q @ phi_k.mT * seen).sum(-1) < self.floor * seen.sum(-1)
+            exact = KernelAttention(self.kernel)(q, k, v, mask, causal)
+            off = self.forward(q, k, v, mask, causal) - exact  # a call would ask the hooks of `observe` again
+            apart = exact - SoftmaxAttention()(torch.zeros_like(q), k, v, mask, causal)
+            rows = real.unsqueeze(1).expand(off.shape[:3])
+            return {
+                "logit_min": float(logits[looked_at].min()),
+                "logit_max": float(logits[looked_at].max()),
+                "floored": float(floored[rows].double().mean()),
+                "error": float(off[rows].square().sum() / apart[rows].square().sum()),
+            }
 
 
 class RFAttention(nn.Module):
     """RMFA's formula with Fourier features of q/|q| and k/|k| (Peng et al. 2021); sigma is the temperature.
 
     On the unit sphere exp(-|sigma(q-k)|^2/2) is exp(sigma^2 q.k) up to a factor that cancels.
-    Time O((n + m) d D), memory O((n + m) d). Causal: O(n D (d + 128)) and O(n D).
+    Time O((n + m) d D), memory O((n + m) d); see RMFAttention.
     """
 
     def __init__(self, head_dim: int, features: int = 128, heads: int = 1, generator: Generator | None = None):
@@ -256,9 +240,6 @@ class RFAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         frequencies = self.feature_map.frequencies()
         _width(q, frequencies.shape[-1])
-        if causal:
-            _square(q, k)
-            return checkpoint(self._causal, q, k, v, mask, use_reentrant=False)
         form = Form(
             constant=0.0,
             linear=None,
@@ -268,9 +249,4 @@ class RFAttention(nn.Module):
             normalise="unit",
             eps=1e-12,
         )
-        return linear_attention(q, k, v, mask, frequencies, form)
-
-    @_full_precision
-    def _causal(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
-        phi_q, phi_k = (self.feature_map(F.normalize(x, dim=-1)) for x in (q, _masked(k, mask)))
-        return causal_attention(phi_q, phi_k, _masked(v, mask), mask, FLOOR)
+        return linear_attention(q, k, v, mask, causal, frequencies, form)

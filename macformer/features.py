@@ -5,6 +5,7 @@ They know no attention. Shapes: d head width, D features, N degree of one featur
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +19,15 @@ RELEASE_DEGREES = 20  # the authors' later release samples degrees 1..20
 Sampling = Literal["paper", "release", "exact01", "order1"]
 
 
+def products(projected: Tensor, widths: Sequence[int]) -> Tensor:
+    """(..., W) -> (..., f): factor j of the first widths[j] features lies behind the factors before; widths fall."""
+    product = projected[..., :0]
+    for factor in reversed(projected.split(list(widths), -1)):
+        deeper = product.shape[-1]
+        product = torch.cat([product * factor[..., :deeper], factor[..., deeper:]], -1)
+    return product
+
+
 class RandomMaclaurin(nn.Module):
     """phi_i(x) = s_i prod_{j=1..N_i} <w_ij, x>, Phi = [phi_1 .. phi_D]. E[Phi(x).Phi(y)] = K(x.y).
 
@@ -26,7 +36,7 @@ class RandomMaclaurin(nn.Module):
     paper     P[N=m] = (p-1)/p^(m+1), s = sqrt(a_N / (P[N] D)), w Rademacher (signs +-1). For p = 2 this is the paper's
               1/p^(m+1); for other p the factor p-1 is missing there (erratum 4).
     release   one exact constant sqrt(a_0); the D-1 others have degree 1..20 with probability proportional to p^-m.
-              Unbiased for the series up to degree 20.
+              Unbiased for the series up to degree 20 (D = 1 is the constant alone).
     exact01   degrees 0 and 1 exact: sqrt(a_0) and sqrt(a_1) x, d + 1 features. The others are shared out to the degrees
               in proportion to a_N d^(-N/2), which makes the variance smallest at logits of 1/sqrt(d); the last one
               samples the degrees that got none. w: rows of a Hadamard matrix under random signs. Needs D >= d + 2.
@@ -34,7 +44,8 @@ class RandomMaclaurin(nn.Module):
 
     p matters to paper and release alone. Cost: d multiplications per token and unit of degree.
     The draw is made from a seed of its own (taken from `generator`, or torch's), and held in buffers: it moves with the
-    module and is saved with it. It stays as it is, or is made anew every `redraw` training steps.
+    module and is saved with it. It stays as it is, or is made anew every `redraw` training steps, which `step` counts:
+    call it after each step of the optimiser (our trainer does).
     """
 
     degrees: Tensor  # (D,), falling
@@ -64,9 +75,11 @@ class RandomMaclaurin(nn.Module):
                 f"features={features} is too few for sampling='exact01' with head_dim={head_dim}: it needs "
                 f"{head_dim + 2} or more (one constant, {head_dim} linear, one for all higher degrees)"
             )
-        self.kernel = kernels.find(kernel)
+        kernels.find(kernel)
+        self.kernel = kernel  # its name: functions cannot be pickled
         self.head_dim, self.features, self.p, self.sampling, self.redraw = head_dim, features, p, sampling, redraw
-        self.seed = int(torch.randint(2**62, (), generator=generator))
+        device = generator.device if generator else "cpu"
+        self.seed = int(torch.randint(2**62, (), generator=generator, device=device))
         self.steps = 0
         for name in ("degrees", "rows", "scales"):
             self.register_buffer(name, torch.empty(0))
@@ -76,15 +89,12 @@ class RandomMaclaurin(nn.Module):
         """(..., d) -> (..., D)."""
         first = self._widths[0] if self._widths else 0  # features that are no constants
         scale, constant = self.scales.split([first, len(self.scales) - first])
-        # factors[j] holds <w_{j+1}, x> of the features that have it: the first ones, as degrees fall. The scale goes
-        # into w_1: a d x D product is nothing beside one of n x D.
+        # The scale goes into w_1: a d x D product is nothing beside one of n x D.
         w = torch.cat([self.rows[:first] * scale.unsqueeze(-1), self.rows[first:]])
-        product = x.new_empty(*x.shape[:-1], 0)
-        for factor in reversed((x @ w.to(x.dtype).mT).split(self._widths, -1)):
-            deeper = product.shape[-1]
-            product = torch.cat([product * factor[..., :deeper], factor[..., deeper:]], -1)
+        product = products(x @ w.to(x.dtype).mT, self._widths)
         return torch.cat([product, constant.to(x.dtype).expand(*x.shape[:-1], -1)], -1)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # or each redraw would be compiled for
     def folded(self, dtype: torch.dtype) -> tuple[float, Tensor | None, Tensor, tuple[int, ...]]:
         """c0, A, rows and widths, so that Phi(x).Phi(y) = c0 + x A y + F(x).F(y), and F is made of x rows^T.
 
@@ -107,13 +117,14 @@ class RandomMaclaurin(nn.Module):
     def _draw(self) -> None:
         # On the CPU, and a generator for each draw: the same numbers on every device, and after a resumed run.
         rng = torch.Generator().manual_seed(self.seed + (self.steps // self.redraw if self.redraw else 0))
+        kernel = kernels.find(self.kernel)
         match self.sampling:
             case "paper":
                 degrees, expected = _paper(self.features, self.p, rng)
             case "release":
                 degrees, expected = _release(self.features, self.p, rng)
             case "exact01":
-                degrees, expected = _exact01(self.features, self.head_dim, self.kernel, rng)
+                degrees, expected = _exact01(self.features, self.head_dim, kernel, rng)
             case "order1":
                 degrees, expected = [0, *[1] * self.head_dim], {0: 1.0, 1: 1.0}
         degrees.sort(reverse=True)
@@ -121,23 +132,21 @@ class RandomMaclaurin(nn.Module):
         if self.sampling in ("paper", "release"):
             blocks = [_signs(width, self.head_dim, rng) for width in widths]
         else:  # the features of degree 1 are the coordinates
-            random, linear = [degrees.index(1), *widths[1:]], torch.eye(self.head_dim)
+            random, linear = [degrees.index(1), *widths[1:]], torch.eye(self.head_dim, device="cpu")
             first, *others = (_orthogonal_signs(width, self.head_dim, rng) for width in random)
             blocks = [first, linear, *others]
-        scales = [math.sqrt(self.kernel.coefficient(N) / expected[N]) for N in degrees]
         like = self.scales  # keeps dtype and device of a module that was moved
+        squares = [kernel.coefficient(N) / expected[N] for N in degrees]
+        scales = torch.tensor(squares, dtype=torch.float64, device="cpu").sqrt().to(like.dtype)
         self.degrees = torch.tensor(degrees, device=like.device)
-        self.rows = torch.cat([torch.empty(0, self.head_dim), *blocks]).to(like)
-        self.scales = torch.tensor(scales).to(like)
-        self._plan()
+        self.rows = torch.cat([torch.empty(0, self.head_dim, device="cpu"), *blocks]).to(like)
+        self.scales = scales.to(like.device)
+        self._plan(degrees, scales.tolist())
 
-    def _plan(self) -> None:
+    def _plan(self, degrees: list[int], scales: list[float]) -> None:
         """What the buffers say, as plain numbers: asking a GPU for them in every step would make it wait."""
-        degrees = self.degrees.tolist()
-        self._widths = [sum(degree > j for degree in degrees) for j in range(degrees[0])]
-        self._constant = sum(
-            float(s) ** 2 for s, degree in zip(self.scales.tolist(), degrees, strict=True) if not degree
-        )
+        self._widths = [sum(j < N for N in degrees) for j in range(degrees[0])]
+        self._constant = sum(s**2 for s, N in zip(scales, degrees, strict=True) if N == 0)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"seed": self.seed, "steps": self.steps}
@@ -146,11 +155,15 @@ class RandomMaclaurin(nn.Module):
         self.seed, self.steps = state["seed"], state["steps"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A saved draw may have other degrees, hence another number of rows, than the one made here.
-        if (saved := state_dict.get(prefix + "rows")) is not None:
-            self.rows = self.rows.new_empty(saved.shape)
+        # A saved draw of as many features may have other degrees, hence another number of rows, than the one made here.
+        names = ("degrees", "scales", "rows")
+        degrees, scales, rows = (state_dict.get(prefix + name, torch.empty(0)) for name in names)
+        fits = degrees.shape == scales.shape == self.degrees.shape and rows.shape[1:] == self.rows.shape[1:]
+        if fits:
+            self.rows = self.rows.new_empty(rows.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._plan()
+        if fits:
+            self._plan(degrees.tolist(), scales.tolist())
 
 
 # Each returns the features' degrees, and how many of each degree are expected among them: s^2 is a_N over that number.
@@ -173,9 +186,8 @@ def _exact01(features: int, d: int, kernel: Kernel, rng: Generator) -> tuple[lis
     size = {N: kernel.coefficient(N) * d ** (-N / 2) for N in range(2, 2 + RELEASE_DEGREES)}
     total = sum(size.values())
     numbers: dict[int, int] = {}
-    for N in size:
-        number = int(free * size[N] / total) if total else 0
-        if not number and size[N]:
+    for N in (N for N in size if size[N]):
+        if not (number := int(free * size[N] / total)):
             break
         numbers[N] = number
     last = max(numbers, default=1)
@@ -191,12 +203,12 @@ def _exact01(features: int, d: int, kernel: Kernel, rng: Generator) -> tuple[lis
 
 def _geometric(count: int, p: float, rng: Generator, beyond: float = 0.0) -> list[int]:
     """P[N >= m] = p^-m, by inversion; its upper end, of probability `beyond`, is left out."""
-    uniform = torch.rand(count, generator=rng, dtype=torch.float64) * (1 - beyond)
+    uniform = torch.rand(count, generator=rng, dtype=torch.float64, device="cpu") * (1 - beyond)
     return (-torch.log1p(-uniform) / math.log(p)).floor().long().tolist()
 
 
 def _signs(count: int, d: int, rng: Generator) -> Tensor:
-    return (2 * torch.randint(0, 2, (count, d), generator=rng) - 1).to(torch.get_default_dtype())
+    return 2.0 * torch.randint(0, 2, (count, d), generator=rng, device="cpu") - 1
 
 
 def _orthogonal_signs(count: int, d: int, rng: Generator) -> Tensor:
@@ -204,13 +216,14 @@ def _orthogonal_signs(count: int, d: int, rng: Generator) -> Tensor:
 
     Rows of a Hadamard matrix in random order, its columns under random signs: another order and signs for each block.
     """
-    hadamard = torch.ones(1, 1)
+    hadamard = torch.ones(1, 1, device="cpu")
     while (size := len(hadamard)) < d:
-        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
-    blocks = [
-        hadamard[torch.randperm(size, generator=rng), :d] * _signs(1, d, rng) for _ in range(math.ceil(count / size))
-    ]
-    return torch.cat([torch.empty(0, d), *blocks])[:count]
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    blocks = [hadamard[:0, :d]]
+    for _ in range(math.ceil(count / size)):
+        order = torch.randperm(size, generator=rng, device="cpu")
+        blocks.append(hadamard[order, :d] * _signs(1, d, rng))
+    return torch.cat(blocks)[:count]
 
 
 class RandomFourier(nn.Module):

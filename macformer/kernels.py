@@ -1,6 +1,6 @@
 """Dot-product kernels as values: K(t), its Maclaurin coefficients a_N, and where the series converges.
 
-K(t) = sum_N a_N t^N with a_N >= 0. A new kernel is one entry in `KERNELS` (and one YAML that names it).
+K(t) = sum_N a_N t^N with a_0 > 0, a_N >= 0. A new kernel is one entry in `KERNELS` (and one YAML that names it).
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Kernel:
-    """K(t) = sum_N a_N t^N, for |t| below `radius`."""
+    """K(t) = sum_N a_N t^N, for |t| below `radius`; a_0 > 0 and no a_N negative."""
 
     value: Callable[[Tensor], Tensor]
     coefficient: Callable[[int], float]

@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from macformer.features import products
+from macformer.ppsbn import unit_rows, unit_rows_backward, unit_rows_forward
 
 FLOOR = 0.1  # of what the denominator would be if every kept key had K = a_0
 # How many numbers a piece may hold: a core's cache is small, a GPU wants few and large launches (docs/log.md).
-PIECE = {"cpu": 3 * 2**17, "cuda": 2**25}
+PIECE = {"cpu": 2**19, "cuda": 2**25}
 CAUSAL_CHUNK = 128
 
 
@@ -42,12 +46,31 @@ class Form:
 
 # torch.compile leaves it as it is: nothing is left to fuse, and it would unroll the pieces.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, form: Form) -> Tensor:
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, rows: Tensor, form: Form
+) -> Tensor:
     """The formula above, its denominator floored. F is made of the projections x rows^T; rows are (H or 1, W, d).
 
     Time O((n + m) d (d + W + f)). Kept for the backward pass: q, k, v, out and about (d + f) e numbers a head.
+    Causal (j <= i): time O(n (d + f) (d + CAUSAL_CHUNK)), memory O(n (d + f)); kept are q, k and v.
     """
-    return _LinearAttention.apply(q, k, v, mask, rows, form)
+    B, H, _, d = q.shape
+    m = k.shape[2]
+    if k.shape != (B, H, m, d) or v.shape[:3] != (B, H, m) or not (mask is None or mask.shape in ((B, m), (1, m))):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, mask) if x is not None)
+        raise ValueError(f"q, k, v, mask should be (B, H, n, d), (B, H, m, d), (B, H, m, e), (B, m), got {shapes}")
+    mask = None if mask is None else mask.expand(B, m)
+    if form.widths is not None:
+        rows = rows.detach()  # their gradient is not computed
+    if not causal:
+        return _LinearAttention.apply(q, k, v, mask, rows, form)
+    check_square(q, k)
+    return checkpoint(_causal, q, k, v, mask, rows, form, use_reentrant=False)
+
+
+def check_square(q: Tensor, k: Tensor) -> None:
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
 
 
 def _in_full_precision(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +85,7 @@ def _in_full_precision(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Features are computed again in the backward pass. There is no second derivative.
+    """Features are computed again in the backward pass. There is no second derivative (of the causal form there is).
 
     T = [A K^T V'; s F(K)^T V'; c0 1^T V'] with V' = [V, 1], so that for a query x = [q, F(q), 1] the product x T is
     [numerator, denominator]. U is the gradient of T, folded alike: it gives the gradients of keys and values.
@@ -74,11 +97,11 @@ class _LinearAttention(torch.autograd.Function):
         work = _Work(q, k, v, mask, rows, form)
         out = work.empty_like(q, v.shape[-1])
         flat_out, flat_q, flat_k, flat_v = (work.flat(x) for x in (out, q, k, v))
-        denominators = torch.empty(*flat_q.shape[:3], 1, **work.new)
-        sums = torch.zeros(*flat_q.shape[:2], work.width, v.shape[-1] + 1, **work.new)
+        denominators = torch.empty(*flat_q.shape[:-1], 1, **work.new)
+        sums = torch.zeros(*flat_q.shape[:-2], work.width, v.shape[-1] + 1, **work.new)
         for at in work.groups():
             T = _Sums(sums[at], work)
-            for keys, values, keep in work.pieces(flat_k[at], flat_v[at], work.keep[at[0]]):
+            for keys, values, keep in work.pieces(flat_k[at], flat_v[at], work.keep[at]):
                 piece = work.piece(keys)
                 piece.read_tokens(keys, work.rows[at], keep)
                 piece.read_value(values, keep)
@@ -88,7 +111,7 @@ class _LinearAttention(torch.autograd.Function):
                 piece = work.piece(queries)
                 piece.read_tokens(queries, work.rows[at])
                 product = piece.product(T)
-                torch.maximum(product[..., -1:], work.floor[at[0]], out=denominator)
+                torch.maximum(product[..., -1:], work.floor[at], out=denominator)
                 torch.div(product[..., :-1], denominator, out=result)
         ctx.save_for_backward(q, k, v, mask, rows, out, denominators, sums)
         ctx.form = form
@@ -111,11 +134,11 @@ class _LinearAttention(torch.autograd.Function):
             for queries, pulled, result, denominator, grad_queries in work.pieces(*of_queries):
                 piece = work.piece(queries)
                 piece.read_tokens(queries, work.rows[at], backward=True)
-                piece.read_gradient(pulled, result, denominator, work.floor[at[0]])
+                piece.read_gradient(pulled, result, denominator, work.floor[at])
                 piece.add_product(U)
                 piece.backward(T, work.back_rows[at], grad_queries, grad_rows if grad_rows is None else grad_rows[at])
             U.fold(ctx.form)
-            of_keys = flat_k[at], flat_v[at], work.keep[at[0]], grad_k[at], grad_v[at]
+            of_keys = flat_k[at], flat_v[at], work.keep[at], grad_k[at], grad_v[at]
             for keys, values, keep, grad_keys, grad_values in work.pieces(*of_keys):
                 piece = work.piece(keys)
                 piece.read_tokens(keys, work.rows[at], keep, backward=True)
@@ -130,8 +153,8 @@ class _LinearAttention(torch.autograd.Function):
 class _Work:
     """What the pieces of one call share, and how it is cut into them.
 
-    Short sequences: heads are examples like others (`flat`), and a piece takes several. Long ones: a head at a time,
-    where it lies.
+    Long sequences: one head of one example at a time, or all its heads if they fit, where they lie. Short ones: heads
+    become examples like others (`flat`), and a piece takes several.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, form: Form):
@@ -144,23 +167,24 @@ class _Work:
         self.linear = 0 if form.linear is None else q.shape[-1]
         self.width = self.linear + self.features + 1
         size = PIECE.get(q.device.type, PIECE["cuda"])
-        self.tokens = max(1, size // max(2 * self.value_width, projections + self.features))
-        self.examples = max(1, self.tokens // max(q.shape[2], k.shape[2]))
-        self.short = self.examples > 1
-        self.batch, self.heads = (B * H, 1) if self.short else (B, H)
+        tokens = size // max(2 * self.value_width, projections + self.features)
+        self.tokens = max(1, tokens)  # of one head in one piece
+        self.batch, self.heads = B, H
+        self.fit = tokens // max(1, q.shape[2], k.shape[2])  # heads that fit into one piece
+        self.short = self.fit > H
 
         wide = rows.to(dtype)
         back = _Products.exchanged(wide, form.widths) if form.widths else wide
         self.rows, self.back_rows = (self.flat(x.expand(B, H, -1, -1)) for x in (wide, back))
         self.masked = mask is not None
         keep = torch.ones(B, k.shape[2], 1, **self.new) if mask is None else mask.to(dtype).unsqueeze(-1)
-        self.keep = keep.repeat_interleave(H, 0) if self.short else keep
-        self.floor = form.floor * self.keep.sum(1, keepdim=True).clamp(min=1)
+        self.keep = self.flat(keep.unsqueeze(1).expand(-1, H, -1, -1))
+        self.floor = self.flat((form.floor * keep.sum(1, keepdim=True).clamp(min=1)).unsqueeze(1).expand(-1, H, -1, -1))
         self.scratch: dict[torch.Size, _Piece] = {}
 
     def flat(self, x: Tensor) -> Tensor:
-        """(B, H, ...) -> (B H, 1, ...) if sequences are short."""
-        return x.flatten(0, 1).unsqueeze(1) if self.short else x
+        """(B, H, ...) -> (B H, ...) if sequences are short."""
+        return x.flatten(0, 1) if self.short else x
 
     def empty_like(self, x: Tensor, width: int | None = None) -> Tensor:
         """A new (B, H, n, width). Long ones lie as (B, n, H, width), so that to join the heads is a view."""
@@ -169,11 +193,13 @@ class _Work:
         fresh = torch.empty(shape, dtype=x.dtype, device=x.device)
         return fresh if self.short else fresh.transpose(1, 2)
 
-    def groups(self) -> Iterator[tuple[slice, int]]:
-        """Some examples of each head."""
-        for start in range(0, self.batch, self.examples):
-            for h in range(self.heads):
-                yield slice(start, start + self.examples), h
+    def groups(self) -> Iterator[Any]:
+        """Where the heads are that go together: x[at] is (g, n, d)."""
+        if self.short:
+            return (slice(start, start + self.fit) for start in range(0, self.batch * self.heads, self.fit))
+        if self.fit >= self.heads:
+            return iter(range(self.batch))
+        return ((b, slice(h, h + 1)) for b in range(self.batch) for h in range(self.heads))
 
     def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Stretches of the tokens (axis 1) of all of these; 1, 2, 4, ... of them, so that they tend to be equal."""
@@ -187,7 +213,7 @@ class _Work:
         """The room for x (g, c, d)."""
         shape = x.shape[:2]
         if shape not in self.scratch:
-            self.scratch[shape] = _Piece(self, *x.shape)
+            self.scratch[shape] = _Piece(self, *shape)
         return self.scratch[shape]
 
 
@@ -214,10 +240,9 @@ class _Sums:
 class _Piece:
     """Room for g examples of c tokens, made once and used again: fresh memory can cost more than the work in it."""
 
-    def __init__(self, work: _Work, g: int, c: int, d: int):
-        self.form, self.linear, self.d = work.form, work.linear, d
+    def __init__(self, work: _Work, g: int, c: int):
+        self.form, self.linear = work.form, work.linear
         self.mask_tokens = work.masked and work.features > 0
-        self.unit = torch.full((d,), d**-0.5, **work.new)
         self.pull = torch.empty(g, c, work.value_width + 1, **work.new)  # [values, 1] or a gradient of such
         self.pull_values, self.pull_ones = self.pull[..., :-1], self.pull[..., -1:]
         self.pull_T = self.pull.mT
@@ -227,7 +252,7 @@ class _Piece:
         self.features_T = self.features.mT
         self.expand: _Products | _Waves | None = None
         if work.features:
-            projected = torch.empty(g, work.rows.shape[2], c, **work.new)
+            projected = torch.empty(g, work.rows.shape[-2], c, **work.new)
             self.made = self.features[:, :-1]
             if work.form.widths is None:
                 self.expand = _Waves(projected, self.made)
@@ -238,7 +263,7 @@ class _Piece:
         """x (g, c, d), normalised, and its features."""
         self.read = self.x = x.to(self.pull.dtype)
         if self.form.normalise == "centred":
-            self.x, self.mean, self.rstd = torch.native_layer_norm(self.x, (self.d,), self.unit, None, self.form.eps**2)
+            self.x, *self.statistics = unit_rows_forward(self.x, self.form.eps)
         elif self.form.normalise == "unit":
             self.inverse = (
                 torch.linalg.vecdot(self.x, self.x).sqrt_().clamp_(min=self.form.eps).reciprocal_().unsqueeze(-1)
@@ -306,9 +331,7 @@ class _Piece:
             if grad_rows is not None:
                 grad_rows.baddbmm_(back, self.x)
         if self.form.normalise == "centred":
-            grad = torch.ops.aten.native_layer_norm_backward(
-                grad, self.read, (self.d,), self.mean, self.rstd, self.unit, None, (True, False, False)
-            )[0]
+            grad = unit_rows_backward(grad, self.read, self.form.eps, *self.statistics)
         elif self.form.normalise == "unit":
             grad.addcmul_(self.x, torch.linalg.vecdot(self.x, grad).unsqueeze(-1), value=-1).mul_(self.inverse)
         if not direct:
@@ -386,19 +409,38 @@ def plain_attention(
     return weights @ v / torch.maximum(weights.sum(-1, keepdim=True), floor * ones.sum(-1, keepdim=True).clamp(min=1))
 
 
-def causal_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, floor: float) -> Tensor:
-    """The same sums over j <= i. Time O(n D (d + CAUSAL_CHUNK)), memory O(n (D + CAUSAL_CHUNK)).
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, form: Form) -> Tensor:
+    """Chunk by chunk: within a chunk the weights are written out; what came before it is one (d + f) x (e + 1) sum."""
+    with torch.autocast(q.device.type, enabled=False):
+        n, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+        keep = (
+            torch.ones(1, 1, n, 1, dtype=dtype, device=q.device) if mask is None else mask[:, None, :, None].to(dtype)
+        )
+        value = torch.cat([v.to(dtype), keep.expand(*v.shape[:3], 1)], -1) * keep
+        tokens = _normalised(q.to(dtype), form), _normalised(k.to(dtype) * keep, form)
+        query, key = ([x, _features(x, rows.to(dtype), form)] for x in tokens)
+        query = [query[0] @ form.linear.to(dtype), query[1]] if form.linear is not None else [form.scale * query[1]]
+        chunks = [
+            F.pad(x, (0, 0, 0, -n % CAUSAL_CHUNK)).unflatten(2, (-1, CAUSAL_CHUNK))
+            for x in (torch.cat(query, -1), torch.cat(key[-len(query) :], -1), value)
+        ]
+        sums = chunks[1].mT @ chunks[2]
+        before = F.pad(sums.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
+        product = chunks[0] @ before + (chunks[0] @ chunks[1].mT).tril() @ chunks[2]
+        product = product.flatten(2, 3)[:, :, :n] + form.constant * value.cumsum(2)
+        denominator = torch.maximum(product[..., -1:], form.floor * keep.cumsum(2).clamp(min=1))
+        return (product[..., :-1] / denominator).to(q.dtype)
 
-    Chunk by chunk: within a chunk the weights are written out; what came before it is one D x (d + 1) sum.
-    """
-    n = phi_q.shape[-2]
-    keep = v.new_ones(1, 1, n, 1) if mask is None else mask[:, None, :, None].to(v.dtype)
-    value = torch.cat([v, torch.ones_like(v[..., :1])], -1) * keep
-    seen = keep.cumsum(-2)
-    phi_q, phi_k, value = (
-        F.pad(x, (0, 0, 0, -n % CAUSAL_CHUNK)).unflatten(-2, (-1, CAUSAL_CHUNK)) for x in (phi_q, phi_k, value)
-    )
-    sums = phi_k.mT @ value  # one for each chunk
-    before = F.pad(sums.cumsum(-3)[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
-    both = (phi_q @ before + (phi_q @ phi_k.mT).tril() @ value).flatten(-3, -2)[..., :n, :]
-    return both[..., :-1] / torch.maximum(both[..., -1:], floor * seen.clamp(min=1))
+
+def _normalised(x: Tensor, form: Form) -> Tensor:
+    if form.normalise == "centred":
+        return unit_rows(x, form.eps)
+    return F.normalize(x, dim=-1, eps=form.eps) if form.normalise == "unit" else x
+
+
+def _features(x: Tensor, rows: Tensor, form: Form) -> Tensor:
+    """F(x) (B, H, n, f)."""
+    projected = x @ rows.mT
+    if form.widths is None:
+        return torch.cat([projected.sin(), projected.cos()], -1)
+    return products(projected, form.widths)

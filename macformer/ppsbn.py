@@ -20,9 +20,39 @@ PIECE = {"cpu": 2**18, "cuda": 2**24}  # numbers that post-SBN takes at a time
 
 
 def unit_rows(x: Tensor, eps: float) -> Tensor:
-    """(x - mean) / |x - mean| over the last axis; a constant row becomes zero. The norm's guard is eps sqrt(d)."""
+    """(x - mean) / |x - mean| over the last axis, the norm kept above eps sqrt(d). The backward pass keeps x alone."""
+    return _UnitRows.apply(x, eps)
+
+
+def unit_rows_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows, and mean and 1/deviation for `unit_rows_backward`. torch's layer norm does it in one pass."""
     d = x.shape[-1]
-    return F.layer_norm(x, (d,), x.new_full((d,), d**-0.5), eps=eps**2)
+    return torch.native_layer_norm(x, (d,), x.new_full((d,), d**-0.5), None, eps**2)
+
+
+def unit_rows_backward(grad: Tensor, x: Tensor, eps: float, mean: Tensor, rstd: Tensor) -> Tensor:
+    """A row that is constant, but for rounding, has no direction: its gradient is zero instead of 1e13."""
+    d = x.shape[-1]
+    noise = mean.abs().mul_(4 * torch.finfo(x.dtype).eps).clamp_(min=2 * eps)
+    rstd = rstd * (rstd * noise < 1)
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, x, (d,), mean, rstd, x.new_full((d,), d**-0.5), None, (True, False, False)
+    )[0]
+
+
+class _UnitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        rows, mean, rstd = unit_rows_forward(x, eps)
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.eps = eps
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, mean, rstd = ctx.saved_tensors
+        return unit_rows_backward(grad, x, ctx.eps, mean, rstd), None
 
 
 class PreSBN(nn.Module):
@@ -32,11 +62,11 @@ class PreSBN(nn.Module):
     The paper does not say over which axes the statistics run (erratum 9):
 
     token     over the d channels of each row, as in the authors' later release. No row sees another, so padding cannot
-              leak and `mask` changes nothing. Line 2 then cancels line 1's division: what is left of eps is the guard
-              against a constant row, which becomes zero.
+              leak and `mask` changes nothing. Line 2 then cancels line 1's division: what is left of eps is a guard.
+              The deviation of a row is kept above eps (not sqrt(eps)), so that all but constant rows have length one.
     batch     over examples and positions for each head and channel, Algorithm 1 read literally: the mask leaves padding
-              out; in evaluation the running averages of training take the place of the batch's own. Needs `heads` and
-              `head_dim`.
+              out; in evaluation the running averages of training take the place of the batch's own. eps is added to
+              the variance, as it is written. Needs `heads` and `head_dim`.
     """
 
     mean: Tensor  # (H, 1, d), running
@@ -50,8 +80,10 @@ class PreSBN(nn.Module):
         head_dim: int | None = None,
     ):
         super().__init__()
-        if not eps > 0:
-            raise ValueError(f"eps={eps!r} must be above 0: a constant row has variance 0")
+        if not eps >= 1e-18:
+            raise ValueError(
+                f"eps={eps!r} must be at least 1e-18: a constant row has variance 0, and eps^2 is to count"
+            )
         if statistics not in ("token", "batch"):
             raise ValueError(f"statistics={statistics!r} is not known; choose one of token, batch")
         self.eps = eps
@@ -77,8 +109,9 @@ class PreSBN(nn.Module):
         variance = ((x - mean) * keep).square().sum((0, 2), keepdim=True)[0] / count
         with torch.no_grad():
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            self.mean.lerp_(mean.to(self.mean.dtype), MOMENTUM)
-            self.variance.lerp_(unbiased.to(self.variance.dtype), MOMENTUM)
+            weight = (MOMENTUM * (keep.sum() > 0)).to(self.mean.dtype)  # a batch of nothing but padding tells nothing
+            self.mean.lerp_(mean.to(self.mean.dtype), weight)
+            self.variance.lerp_(unbiased.to(self.variance.dtype), weight)
         return mean, variance
 
 
@@ -137,5 +170,5 @@ class _Power(torch.autograd.Function):
 
 def _examples(x: Tensor) -> Iterator[slice]:
     """Some examples at a time: passes over them find them in the cache, and what they hold in between stays small."""
-    size = max(1, PIECE.get(x.device.type, PIECE["cuda"]) // max(1, x[0].numel()))
+    size = max(1, PIECE.get(x.device.type, PIECE["cuda"]) * len(x) // max(1, x.numel()))
     return (slice(start, start + size) for start in range(0, len(x), size))

@@ -64,6 +64,7 @@ class Trainer:
     which changes no output. `bucket` puts texts of like length into one batch.
     Dev accuracy is taken every `evaluate_every` steps and at the end, always on the same `dev_examples` examples.
     The weights with the best dev accuracy (the earliest of equals) are tested on the whole test split.
+    Modules with a `redraw` are told of each step (`step()`): it is time for a new draw then, or not.
     `telemetry`: at each evaluation, every module that has a method of that name is asked about a batch of dev texts.
     """
 
@@ -132,6 +133,7 @@ class Trainer:
         order = task.order(self.batch_size, seed, self.bucket)
         # The same dev examples in every run, whatever its seed.
         dev_indices = np.sort(np.random.default_rng(0).permutation(len(dev))[: self.dev_examples])
+        redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
         step_seconds: list[float] = []
         data_wait = evaluation_seconds = 0.0
         best_accuracy, best_step, best_weights, best = -1.0, 0, model.state_dict(), ""
@@ -147,6 +149,8 @@ class Trainer:
                 nn.utils.clip_grad_value_(model.parameters(), CLIP)
                 optimizer.step()
                 optimizer.zero_grad()
+                for feature_map in redrawn:
+                    feature_map.step()
                 rate = float(schedule.get_last_lr()[0])
                 schedule.step()
                 result.losses.append(loss.item())
@@ -264,7 +268,9 @@ def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
     def ask(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             told = cast(Callable[..., dict[str, float]], module.telemetry)(*args, **kwargs)
-            found.update({f"{name}.{key}": value for key, value in told.items()})
+            found.update(
+                {f"{name}.{key}": value for key, value in told.items() if math.isfinite(value)}
+            )  # JSON has no NaN
 
         return hook
 
@@ -292,7 +298,7 @@ def _measure_memory(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ids: Tensor, labels: Tensor
 ) -> Memory:
     """Peak of one forward and backward pass, parameters and optimiser included. Untimed; changes nothing."""
-    before = copy.deepcopy(model).cpu().state_dict()  # running averages and draws move with each pass
+    before = copy.deepcopy(model).cpu().state_dict()  # running averages move with each pass
 
     def step() -> None:
         F.cross_entropy(model(ids), labels).backward()

@@ -2,13 +2,21 @@
 
 import re
 import shlex
+import shutil
 import subprocess
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
+import train
+from macformer.kernels import KERNELS, Kernel
 from tests.conftest import ROOT
+from tests.unit import test_features, test_kernels, test_linear
 
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -44,12 +52,47 @@ def test_every_training_command_composes(command: str, composed: Callable[..., D
             composed(*(other for other in overrides if other != override and "," not in other), f"{key}={value}")
 
 
-def test_the_python_example_runs() -> None:
-    (code,) = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
+def test_the_example_trains_a_model_of_ones_own() -> None:
+    (code,) = re.findall(r"^```python\n(.+?)^```", README, re.DOTALL | re.MULTILINE)
     scope: dict = {}
     exec(code, scope)
-    assert scope["out"].shape == (4, 2, 1000, 32)
-    assert scope["out"].isfinite().all()
+    assert scope["losses"][0] > 1.9  # about log 8
+    assert scope["losses"][-1] < 0.2
+
+
+def test_the_example_of_a_kernel_is_all_that_a_kernel_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cell: Callable[..., DictConfig]
+) -> None:
+    """One entry and one YAML: it trains, and the tests of kernels, features and attention hold for it."""
+    entry, name, yaml = (
+        textwrap.dedent(re.search(pattern, README, re.DOTALL)[1])
+        for pattern in (
+            r"  ```python\n(.+?)  ```",
+            r"`configs/model/(\w+)\.yaml`:\n\n  ```yaml",
+            r"  ```yaml\n(.+?)  ```",
+        )
+    )
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "configs" / "model" / f"{name}.yaml").write_text(yaml)
+    kernels = dict(KERNELS)
+    exec(entry, {"KERNELS": kernels, "Kernel": Kernel})
+    (kernel,) = kernels.keys() - KERNELS.keys()
+    monkeypatch.setitem(KERNELS, kernel, kernels[kernel])
+
+    config = cell("listops", "macformer_exp")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(tmp_path / "configs"), version_base="1.3"):
+        config.model = compose("train", [f"model={name}"]).model
+    record = train.run(config, [])
+    assert record.status == "ok"
+    assert record.model == name
+
+    test_kernels.test_series_is_the_closed_form(kernel)
+    test_kernels.test_coefficients_are_not_negative_and_never_overflow(kernel)
+    test_kernels.test_the_series_converges_inside_the_radius_and_not_outside(kernel)
+    test_features.test_maclaurin_is_unbiased(kernel, "paper", 2.0)
+    test_features.test_exact01_is_unbiased_over_draws(kernel, 24)
+    test_linear.test_rmfa_is_the_plain_map_with_the_same_draw(kernel, "paper", masked=True)
 
 
 def test_the_tree_names_what_is_there() -> None:

@@ -1,6 +1,8 @@
 """Attentions against slow, obvious references: values, gradients, masks, prefixes, precision."""
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -124,6 +126,23 @@ def test_rmfa_approaches_exact_kernel_attention(kernel: str) -> None:
 
     assert error(512 * 64) < error(512) / 4
     assert error(512 * 64) < 0.15
+
+
+def test_exact01_is_hundreds_of_times_closer_than_paper() -> None:
+    """D = 128, d = 64, n = 4,000 under the toy protocol of the paper: at least 300 times, and in truth about 480.
+
+    The mean of paper's ten squared errors has a standard deviation of 8%: 300 is more than four of them away.
+    """
+    rng = seeded()
+    q, k, v = (torch.randn(1, 1, 4000, 64, generator=rng) for _ in range(3))
+    q, k = (PreSBN(eps=1e-12)(x) for x in (q, k))
+    exact = KernelAttention("exp")(q, k, v)
+
+    def error(sampling: str) -> float:
+        draws = (RMFAttention(64, 128, "exp", sampling, generator=rng) for _ in range(10))
+        return sum(float((draw(q, k, v) - exact).square().mean()) for draw in draws)
+
+    assert error("paper") > 300 * error("exact01")
 
 
 def test_rfa_approaches_gaussian_attention() -> None:
@@ -257,17 +276,19 @@ def test_telemetry_is_what_it_says(causal: bool) -> None:
     q, k, v = (t.detach() for t in qkv(n=40, m=40))
     mask = torch.ones(2, 40, dtype=torch.bool)
     mask[1, 25:] = False
-    told = attention.telemetry(3 * q + 1, 2 * k - 1, v, mask, causal, pre_sbn_eps=1e-13)  # pre-SBN undoes this
+    padded = q.masked_fill(~mask[:, None, :, None], 1e9)  # what stands in padding is not looked at
+    told = attention.telemetry(3 * padded + 1, 2 * k - 1, v, mask, causal, pre_sbn_eps=1e-13)  # pre-SBN undoes 3, 1, 2
     seen = mask[:, None, None, :].expand(2, 2, 40, 40).clone()
     if causal:
         seen &= torch.ones(40, 40, dtype=torch.bool).tril()
-    logits = (q @ k.mT / math.sqrt(d))[seen]
+    mean = (seen.double() @ v) / seen.sum(-1, keepdim=True)
+    rows = mask[:, None].expand(2, 2, 40)
+    logits = (q @ k.mT / math.sqrt(d))[seen & rows.unsqueeze(-1)]
     assert told["logit_min"] == pytest.approx(float(logits.min()))
     assert told["logit_max"] == pytest.approx(float(logits.max()))
     exact = KernelAttention("inv")(q, k, v, mask, causal)
-    mean = (seen.double() @ v) / seen.sum(-1, keepdim=True)
-    error = (attention(q, k, v, mask, causal) - exact).square().sum() / (exact - mean).square().sum()
-    assert told["error"] == pytest.approx(float(error))
+    off, apart = attention(q, k, v, mask, causal) - exact, exact - mean
+    assert told["error"] == pytest.approx(float(off[rows].square().sum() / apart[rows].square().sum()))
     assert told["floored"] == 0
 
 
@@ -282,8 +303,14 @@ def test_telemetry_counts_floored_denominators() -> None:
     assert told["logit_min"] == pytest.approx(-9 / math.sqrt(d))
 
 
-def test_telemetry_makes_no_step() -> None:
-    attention = RMFAttention(d, 16, redraw=1, generator=seeded())
-    before = attention.feature_map.rows.clone()
-    attention.telemetry(*(t.detach() for t in qkv(dtype=torch.float32)))
-    assert torch.equal(attention.feature_map.rows, before)
+def test_telemetry_without_a_token_is_empty() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    assert RMFAttention(d, 16).double().telemetry(q, k, v, torch.zeros(2, 7, dtype=torch.bool)) == {}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attentions_can_be_pickled_and_copied(name: str) -> None:
+    attention = ATTENTIONS[name]().double()
+    inputs = [t.detach() for t in qkv()]
+    for other in (pickle.loads(pickle.dumps(attention)), copy.deepcopy(attention)):
+        assert torch.equal(other(*inputs), attention(*inputs))

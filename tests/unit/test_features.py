@@ -46,12 +46,34 @@ def test_maclaurin_is_unbiased(kernel: str, sampling: str, p: float) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("features", [18, 24, 40])
 def test_exact01_is_unbiased_over_draws(kernel: str, features: int) -> None:
-    """1,000 draws, each one estimate: features of one draw depend on each other. 18 is the least for d = 16."""
+    """1,000 draws, each one estimate: features of one draw depend on each other. 18 is the least for d = 16.
+
+    For more features than that the tail is too small to be seen here: that is the next test's.
+    """
     x, y = unit_pair(16, 0.8)
     rng = torch.Generator().manual_seed(5)
     maps = (RandomMaclaurin(16, features, kernel, generator=rng, sampling="exact01").double() for _ in range(1000))
     estimates = torch.stack([feature_map(x) @ feature_map(y) for feature_map in maps])
     assert abs(z_score(estimates, float(KERNELS[kernel].value(x @ y)))) < Z
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("features", [18, 19, 24, 40])
+def test_exact01_has_its_tail(kernel: str, features: int) -> None:
+    """The signs integrated out: sum_i s_i^2 t^N_i, where only the degrees of the tail are drawn (500 times).
+
+    Without its last feature, the tail's (degrees fall: the first), a map would be off by far more than the test allows.
+    """
+    rng, t = torch.Generator().manual_seed(6), 0.2
+    maps = [RandomMaclaurin(16, features, kernel, generator=rng, sampling="exact01") for _ in range(500)]
+    terms = [
+        m.scales.double().square() * torch.where(m.degrees == 1, t / 16, t ** m.degrees.double())  # 16 coordinates
+        for m in maps
+    ]
+    estimates, without = (torch.stack([x[first:].sum() for x in terms]) for first in (0, 1))
+    truth = float(KERNELS[kernel].value(torch.tensor(t, dtype=torch.float64)))
+    assert abs(z_score(estimates, truth)) < Z
+    assert abs(float(without.mean()) - truth) > 2 * Z * float(estimates.std()) / math.sqrt(len(maps))
 
 
 @pytest.mark.parametrize("p", [1.5, 2.0, 3.0])
@@ -212,6 +234,25 @@ def test_a_draw_is_saved_and_loads_into_a_map_with_another_draw() -> None:
     other.load_state_dict(saved.state_dict())
     x = torch.randn(3, 8)
     torch.testing.assert_close(other(x), saved(x), rtol=0, atol=0)
+
+
+def test_a_draw_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    features, other = RandomMaclaurin(8, 32), RandomMaclaurin(8, 64)
+    x = torch.randn(3, 8)
+    before = features(x)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        features.load_state_dict(other.state_dict())
+    assert torch.equal(features(x), before)
+
+
+@pytest.mark.parametrize("sampling", ["paper", "release", "exact01", "order1"])
+def test_draws_do_not_ask_for_the_default_device(sampling: str) -> None:
+    """Under `with torch.device(...)`, here one without numbers: the draw is made on the CPU and then moved."""
+    with torch.device("meta"):
+        features = RandomMaclaurin(8, 32, sampling=sampling, generator=torch.Generator("cpu").manual_seed(0))
+    assert features.rows.device.type == "meta"
+    here = RandomMaclaurin(8, 32, sampling=sampling, generator=torch.Generator("cpu").manual_seed(0))
+    assert features.rows.shape == here.rows.shape
 
 
 @pytest.mark.parametrize(

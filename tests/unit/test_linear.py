@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from macformer import linear
-from macformer.attention import RFAttention, RMFAttention
+from macformer.attention import RFAttention, RMFAttention, SoftmaxAttention
+from macformer.device import peak_bytes
 from macformer.kernels import KERNELS
 from macformer.linear import FLOOR, plain_attention
 from macformer.ppsbn import PostSBN, PreSBN
@@ -162,6 +164,23 @@ def test_the_backward_pass_keeps_inputs_output_and_small_sums() -> None:
     assert sum(storages.values()) < 4.7 * max(big)
 
 
+def test_memory_at_the_size_of_the_claims() -> None:
+    """B, H, n, d, D = 4, 2, 4096, 32, 128, with a mask, forward and backward: at most 1.2 times what SDPA takes, and an
+    eighth of two n x n tensors, which checkpointed softmax cannot do without."""
+    inputs = qkv(4, 2, 4096, 4096, 32, torch.float32)
+    mask = some_mask(4, 4096)
+
+    def peak(attention: nn.Module) -> int:
+        return peak_bytes(torch.device("cpu"), [], lambda: both(attention, inputs, mask))[0]
+
+    sdpa = peak(SoftmaxAttention(implementation="sdpa"))
+    for sampling in SAMPLINGS:
+        for seed in range(3):
+            ours = peak(RMFAttention(32, 128, sampling=sampling, generator=seeded(seed)))
+            assert ours < 1.2 * sdpa
+            assert ours < 2 * 4 * 2 * 4096**2 * 4 / 8
+
+
 def test_nothing_is_left_behind_without_the_garbage_collector() -> None:
     """Room for the work goes when the call ends: no cycle of references holds it."""
     attention, inputs = RMFAttention(16, 128, generator=seeded()), qkv(dtype=torch.float32)
@@ -221,24 +240,17 @@ def test_autocast_does_not_reach_the_backward_pass() -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-class Whole(nn.Module):
-    """pre-SBN, attention, post-SBN, with beta below 1."""
-
-    def __init__(self, attention: nn.Module, heads: int, width: int):
-        super().__init__()
-        self.pre, self.attention, self.post = PreSBN(), attention, PostSBN(heads, width)
-        nn.init.constant_(self.post.log_beta, -0.7)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.post(self.attention(self.pre(q), self.pre(k), v, mask))
-
-
-def assert_finite(attention: nn.Module, inputs: list[Tensor], mask: Tensor | None = None) -> None:
-    whole = Whole(attention, inputs[0].shape[1], inputs[0].shape[-1])
-    out = whole(*inputs, mask)
-    assert out.isfinite().all()
-    for grad in torch.autograd.grad(out.sum(), [*inputs, *whole.post.parameters()], materialize_grads=True):
-        assert grad.isfinite().all()
+def assert_finite(attention: RMFAttention, inputs: list[Tensor], mask: Tensor | None = None) -> None:
+    """Through pre-SBN, attention and post-SBN with beta = 1/2, pre-SBN on its own and fused."""
+    post = PostSBN(inputs[0].shape[1], inputs[0].shape[-1])
+    nn.init.constant_(post.log_beta, -0.7)
+    q, k, v = inputs
+    fused = attention(q, k, v, mask, pre_sbn_eps=1e-13)
+    for attended in (fused, attention(PreSBN()(q), PreSBN()(k), v, mask)):
+        out = post(attended)
+        assert out.isfinite().all()
+        for grad in torch.autograd.grad(out.sum(), [*inputs, *post.parameters()], materialize_grads=True):
+            assert grad.isfinite().all()
 
 
 CASES: dict[str, Callable[[list[Tensor]], object]] = {
@@ -256,13 +268,13 @@ CASES: dict[str, Callable[[list[Tensor]], object]] = {
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_no_nan_and_no_inf(case: str, kernel: str, sampling: str) -> None:
-    inputs = [torch.randn(2, 2, 12, 16, generator=seeded(i)) for i in range(3)]
-    CASES[case](inputs)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1] = False  # an example without a key
-    for x in inputs:
-        x.requires_grad_()
-    assert_finite(RMFAttention(16, 64, kernel, sampling, generator=seeded()), inputs, mask)
+    for width, dtype in ((16, torch.float32), (24, torch.bfloat16), (24, torch.float16)):
+        inputs = [torch.randn(2, 2, 12, width, generator=seeded(i)) for i in range(3)]
+        CASES[case](inputs)
+        inputs = [x.to(dtype).requires_grad_() for x in inputs]
+        assert_finite(RMFAttention(width, 64, kernel, sampling, generator=seeded()), inputs, mask)
 
 
 @pytest.mark.parametrize("width", [8, 16, 32, 64, 128])
@@ -314,3 +326,62 @@ def test_any_shape_mask_and_dtype(
     close = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-9}[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=close, atol=close * max(1.0, float(exact.abs().max())))
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("n", [5, 5000], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, mask: (q[:1], k, v, mask),
+        lambda q, k, v, mask: (q[:, :1], k, v, mask),
+        lambda q, k, v, mask: (q, k, v[:, :, :1], mask),
+        lambda q, k, v, mask: (q, k, v, mask[:, :3]),
+        lambda q, k, v, mask: (q, k, v, mask.expand(4, -1)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(n: int, change: Callable[..., tuple[Tensor, ...]]) -> None:
+    q, k, v = (torch.randn(2, 2, n, 8) for _ in range(3))
+    with pytest.raises(ValueError, match=r"q, k, v, mask should be \(B, H, n, d\), .*, got \("):
+        RMFAttention(8, 16)(*change(q, k, v, torch.ones(1, n, dtype=torch.bool)))
+
+
+def test_one_mask_may_serve_all_examples() -> None:
+    attention = RMFAttention(16, 64, generator=seeded())
+    inputs, mask = qkv(dtype=torch.float32), some_mask(1, 40)
+    assert torch.equal(attention(*inputs, mask), attention(*inputs, mask.expand(3, -1)))
+
+
+def test_no_tokens_and_no_examples() -> None:
+    attention = RMFAttention(16, 64, generator=seeded())
+    for B, n in ((0, 5), (2, 0)):
+        assert attention(*(torch.randn(B, 2, n, 16) for _ in range(3))).shape == (B, 2, n, 16)
+        assert PostSBN(2, 16)(torch.randn(B, 2, n, 16)).shape == (B, 2, n, 16)
+
+
+def test_long_sequences_are_the_plain_map_without_help() -> None:
+    """The way that a benchmark and a model of n = 4,096 take: heads where they lie, two pieces a head."""
+    attention = RMFAttention(16, 128, generator=seeded())
+    inputs = [
+        x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(B=2, n=4097, m=4001, dtype=torch.float32)
+    ]
+    inputs, mask = [x.requires_grad_() for x in inputs], some_mask(2, 4001)
+    out, grads = both(attention, inputs, mask)
+    exact, exact_grads = both(plain(attention), inputs, mask)
+    torch.testing.assert_close(out, exact, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+    joined = out.transpose(1, 2).flatten(-2)
+    assert joined.data_ptr() == out.data_ptr()  # a view
+
+
+@pytest.mark.parametrize("sampling", ["paper", "exact01"])
+def test_checkpointing_and_redraws_do_not_meet(sampling: str) -> None:
+    """A checkpointed layer computes its forward pass twice; the draw is that of the step, and the count as well."""
+    plain_one, wrapped = (RMFAttention(16, 64, sampling=sampling, redraw=2, generator=seeded()) for _ in range(2))
+    for _ in range(5):
+        inputs = qkv(dtype=torch.float32)
+        expected = both(plain_one, inputs)
+        ours = both(lambda *x: checkpoint(wrapped, *x, use_reentrant=False), inputs)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+        plain_one.feature_map.step()
+        wrapped.feature_map.step()

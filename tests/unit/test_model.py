@@ -1,5 +1,6 @@
 """The classifier: the paper's sizes, padding, pooling, pairs, draws."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from lra_data.base import TaskSpec
 from macformer import config as configs
+from macformer import device as devices
 from macformer.dropout import Dropout
 from tests.conftest import MODELS
 
@@ -70,6 +72,68 @@ def test_layers_have_different_draws(name: str, composed: Composed) -> None:
     key = "noise" if name == "rfa" else "rows"
     assert draws[0][key].shape != draws[1][key].shape or not torch.equal(draws[0][key], draws[1][key])
     assert key in {name.rsplit(".", 1)[-1] for name in build(composed(f"model={name}")).state_dict()}
+
+
+@pytest.mark.parametrize("sampling", ["paper", "exact01"])
+def test_macformer_takes_hardly_more_memory_than_fused_softmax(sampling: str, composed: Composed) -> None:
+    """Peak of a training step at n = 1024, the room of one piece of RMFA apart: bytes, the same in every run."""
+    ids, labels = torch.randint(1, 32, (4, 1024)), torch.zeros(4, dtype=torch.long)
+
+    def peak(*overrides: str) -> int:
+        model = build(composed(*overrides), TaskSpec(32, 1024, 10, False))
+        step = lambda: nn.functional.cross_entropy(model(ids), labels).backward()  # noqa: E731
+        return devices.peak_bytes(torch.device("cpu"), model.parameters(), step)[0]
+
+    macformer = peak("model=macformer_exp", f"model.attention.sampling={sampling}")
+    assert macformer < 1.15 * peak("model=transformer_sdpa") + 4 * 2**20
+
+
+def test_the_fused_pre_sbn_of_a_model_is_pre_sbn(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and every gradient, against pre-SBN and attention one after the other."""
+    ids, labels = some_ids(40, 3), torch.tensor([1, 2])
+    model = build(composed("model=macformer_inv")).eval().double()
+    results = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr("macformer.model.RMFAttention", type(None))
+        model.zero_grad()
+        logits = model(ids)
+        nn.functional.cross_entropy(logits, labels).backward()
+        results.append([logits, *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_batch_statistics_are_an_option_of_the_model(composed: Composed) -> None:
+    model = build(composed("model=macformer_exp", "model.pre_sbn.statistics=batch"))
+    ids = some_ids(40, 3)
+    model(ids)
+    assert all(layer.attend.pre_q.mean.abs().sum() > 0 for layer in model.layers)
+    model.eval()
+    torch.testing.assert_close(model(ids)[:1], model(ids[:1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["macformer_exp", "rfa"])
+def test_torch_compile_takes_the_model(name: str, backend: str, composed: Composed) -> None:
+    """The same logits and gradients, and no compilation after the second step."""
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler")
+    model = build(composed(f"model={name}", "model.dropout=0"))
+    ids = some_ids(40, 3)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        compiled(ids).sum().backward()
+    model.zero_grad()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        logits = compiled(ids)
+        logits.square().sum().backward()
+    ours = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    expected = model(ids)
+    expected.square().sum().backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-4)
 
 
 def test_a_pair_is_encoded_side_by_side(composed: Composed) -> None:

@@ -22,7 +22,20 @@ def test_pre_sbn_of_constant_rows_is_zero_with_finite_gradients(value: float) ->
     out.sum().backward()
     assert not out.any()
     assert x.grad is not None
-    assert x.grad.isfinite().all()
+    assert not x.grad.any()  # it has no direction
+
+
+@pytest.mark.parametrize("width", [12, 13, 100])
+def test_a_row_that_is_constant_but_for_rounding_has_no_gradient(width: int) -> None:
+    x = torch.full((1, 1, 2, width), 0.1, requires_grad=True)
+    (PreSBN()(x) * torch.randn(width)).sum().backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def test_unit_rows_have_the_gradient_of_their_formula() -> None:
+    x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(PreSBN(), x)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
@@ -83,7 +96,10 @@ def test_batch_statistics_use_running_averages_in_evaluation() -> None:
 
 def test_a_batch_without_a_token_is_finite() -> None:
     x = torch.randn(2, 3, 4, 8, requires_grad=True)
-    out = batch_sbn()(x, torch.zeros(2, 4, dtype=torch.bool))
+    pre = batch_sbn()
+    out = pre(x, torch.zeros(2, 4, dtype=torch.bool))
+    assert not pre.mean.any()
+    assert (pre.variance == 1).all()
     out.sum().backward()
     assert out.isfinite().all()
     assert x.grad is not None
@@ -95,7 +111,8 @@ def test_a_batch_without_a_token_is_finite() -> None:
     [
         ({"statistics": "layer"}, "choose one of token, batch"),
         ({"statistics": "batch"}, "needs heads and head_dim"),
-        ({"eps": 0.0}, "eps=0.0 must be above 0"),
+        ({"eps": 0.0}, "eps=0.0 must be at least 1e-18"),
+        ({"eps": 1e-25}, "eps=1e-25 must be at least 1e-18"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict, message: str) -> None:

@@ -275,10 +275,18 @@ def test_telemetry_of_a_model_that_has_none_is_empty(cell: Cell) -> None:
 
 @pytest.mark.parametrize("extra", ["model.attention.redraw=2", "model.pre_sbn.statistics=batch"])
 def test_measuring_memory_changes_nothing(cell: Cell, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even what moves with each pass: the count of steps to the next draw, running averages."""
+    """Not even what moves with each pass, the running averages; nor the draws."""
     measured = fit(cell("listops", "macformer_exp", extra))[0]
     monkeypatch.setattr(trainer, "_measure_memory", lambda *_: measured.memory)
     assert fit(cell("listops", "macformer_exp", extra))[0].losses == measured.losses
+
+
+def test_the_trainer_tells_of_its_steps(cell: Cell) -> None:
+    """Ten steps, a new draw every third: after it, the tenth step has the fourth draw."""
+    model = fit(cell("listops", "macformer_exp", "model.attention.redraw=3"))[1]
+    feature_map = model.layers[0].attend.attention.feature_map
+    assert feature_map.steps in (5, 10)  # the best weights, with the draw that they had
+    assert fit(cell("listops", "macformer_exp"))[1].layers[0].attend.attention.feature_map.steps == 0
 
 
 @pytest.mark.parametrize("sampling", ["release", "exact01", "order1"])
