@@ -265,9 +265,10 @@ class _Piece:
         if self.form.normalise == "centred":
             self.x, *self.statistics = unit_rows_forward(self.x, self.form.eps)
         elif self.form.normalise == "unit":
+            norm = torch.linalg.vecdot(self.x, self.x).sqrt_().unsqueeze(-1)
             self.inverse = (
-                torch.linalg.vecdot(self.x, self.x).sqrt_().clamp_(min=self.form.eps).reciprocal_().unsqueeze(-1)
-            )
+                norm.clamp(min=self.form.eps).reciprocal_().mul_(norm > self.form.eps)
+            )  # zero has no direction
             self.x = self.x * self.inverse
         elif keep is not None and self.mask_tokens:
             self.x = self.x * keep  # masked values would do, but the powers of a huge key overflow

@@ -48,7 +48,7 @@ HEAD_DIM, FEATURES, KEPT = 32, 128, 0.9  # the share of keys that the mask keeps
 MANY = (4, 2)  # B, H up to n = 4096
 ONE = (1, 1)  # beyond, where the n x n weights of eight heads do not fit any more
 HEADLINE = (*MANY, 4096)
-ROUNDS = 7
+ROUNDS = 5
 SHORT, LONG = [193], [3000]  # where every draw, and one draw, is held to its definition
 TURN = 0.3  # seconds that an attention is called for when it is its turn, if one call does not take longer
 SAMPLINGS = get_args(Sampling)

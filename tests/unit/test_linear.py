@@ -277,6 +277,15 @@ def test_no_nan_and_no_inf(case: str, kernel: str, sampling: str) -> None:
         assert_finite(RMFAttention(width, 64, kernel, sampling, generator=seeded()), inputs, mask)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rfa_of_zero_rows_is_finite(dtype: torch.dtype) -> None:
+    inputs = [x.detach().clone() for x in qkv(dtype=dtype)]
+    inputs[0][:, :, ::2] = inputs[1][:, :, ::2] = 0
+    out, grads = both(RFAttention(16, 32, generator=seeded()), [x.requires_grad_() for x in inputs])
+    assert out.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 @pytest.mark.parametrize("width", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("features", [1, 2, 130, 4096])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (5, 1), (1, 7)])
