@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from macformer.attention import RMFAttention
 from scripts import bench_attention as bench
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +105,11 @@ def test_what_is_not_met_is_said() -> None:
         "squared error of paper / exact01": False,
     }
     assert "| n = 4,096: rmfa_order1, times faster than sdpa | 60 | 5 | **not met** |" in bench.table(report)
+
+
+def test_the_committed_table_and_the_readme_are_those_of_the_committed_run() -> None:
+    folder = ROOT / "results" / "bench"
+    table = bench.table(json.loads((folder / "attention.json").read_text()))
+    assert (folder / "attention.md").read_text() == table
+    asked_for = table.partition("\n\n")[0]
+    assert asked_for in (ROOT / "README.md").read_text()
