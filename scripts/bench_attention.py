@@ -357,11 +357,11 @@ def plot(report: dict[str, Any], file: Path) -> None:
             title=f"{B} x {H} heads of width {HEAD_DIM}, D = {FEATURES}", ylabel="ms, forward + backward"
         )
         panels[1, column].set(xlabel="length n", ylabel="peak MiB beyond the inputs")
-        panels[1, column].set_xticks(lengths, [f"{n:,}" for n in lengths])
         for panel in panels[:, column]:
             panel.set(xscale="log", yscale="log")
             panel.minorticks_off()
             panel.grid(alpha=0.3)
+            panel.set_xticks(lengths, [f"{n:,}" for n in lengths])
     panels[0, 0].legend(fontsize=8)
     environment = report["environment"]
     figure.suptitle(
