@@ -282,7 +282,7 @@ def test_measuring_memory_changes_nothing(cell: Cell, extra: str, monkeypatch: p
 
 
 def test_the_trainer_tells_of_its_steps(cell: Cell) -> None:
-    """Ten steps, a new draw every third: after it, the tenth step has the fourth draw."""
+    """One `step()` for each step of the optimiser, and none where there is no redraw."""
     model = fit(cell("listops", "macformer_exp", "model.attention.redraw=3"))[1]
     feature_map = model.layers[0].attend.attention.feature_map
     assert feature_map.steps in (5, 10)  # the best weights, with the draw that they had
