@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format table bench golden clean
+.PHONY: help setup quickstart test test-all lint format table bench bench-data golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ table: setup ## turn the records in results/runs into results/tables/table2.md a
 
 bench: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_attention.py
+
+bench-data: setup ## measure how fast data are made, packed and read, into results/bench (2 minutes, 4 GB of disk)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_data.py $(if $(IMDB),--imdb $(IMDB))
 
 golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)
 	$(BIN)/python -m tests.golden.regenerate

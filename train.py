@@ -34,7 +34,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record:
     resolved = configs.container(config) | {"device": device.type}  # what ran, not what `auto` may mean elsewhere
     trainer = configs.build(config, "trainer")
     configs.check(config, "model")  # a typing error should not wait for the data
-    task = configs.build(config, "task.data", folder=config.paths.data)
+    task = configs.build(config, "task.data", folder=config.paths.data, origin=config.paths.get(config.task.name))
     run_id = records.run_id(resolved, task.fingerprint)
     file = records.path(config.paths.results, resolved, run_id)
     code = records.code()

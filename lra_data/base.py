@@ -1,29 +1,36 @@
 """What every task shares: its spec, packed splits, the cache on disk, the order of the batches.
 
-An example is one text, or two (`paired`). Texts are stored end to end as small whole numbers; on reading,
-the id of a token is the stored number + 1, and 0 is padding.
+An example is one text, or two (`paired`). Texts are stored end to end as bytes; on reading, the id of a token is
+the stored byte + 1 (which would not fit a byte), and 0 is padding.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from filelock import FileLock, Timeout
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import PositiveInt
+from tqdm import tqdm
 from typing_extensions import TypedDict
 
-DATA_VERSION = 1  # raise it when the packed bytes of any task change: caches are then made anew
+DATA_VERSION = 2  # raise it when the packed bytes of any task change: caches are then made anew
 SPLITS = ("train", "dev", "test")
 ROUND = 64  # trimmed batches have few different lengths
+SLACK = 2**16  # zeros behind the last token, so that a row can be read from any text on; no task may be longer
 WINDOW = 32  # batches that are sorted by length together when bucketing
+BYTES = 512  # the base code's embedding table for bytes; 257 ids are real
 Source = Literal["lra", "stand-in", "generated"]
 
 
@@ -62,6 +69,7 @@ class Split:
     """Packed examples: text i is tokens[offsets[i]:offsets[i+1]]; a pair is two texts that follow each other."""
 
     tokens: NDArray[np.uint8]
+    windows: NDArray[np.uint8]  # a view: row i is the padded length of tokens from token i on
     offsets: NDArray[np.int64]
     labels: NDArray[np.uint8]
     spec: TaskSpec
@@ -72,9 +80,20 @@ class Split:
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each example; of a pair, those of its longer text."""
-        return np.diff(self.offsets).reshape(len(self), -1).max(1)
+        return self.text_lengths.max(1)
 
-    def batch(self, indices: NDArray[np.int64], trim: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    @property
+    def text_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each text (examples, 1), or (examples, 2) for pairs."""
+        return np.diff(self.offsets).reshape(len(self), -1)
+
+    def texts(self, index: int) -> list[NDArray[np.uint8]]:
+        """The stored bytes of one example: one text or two."""
+        sides = 2 if self.spec.paired else 1
+        bounds = self.offsets[index * sides : (index + 1) * sides + 1].tolist()
+        return [self.tokens[start:end] for start, end in itertools.pairwise(bounds)]
+
+    def batch(self, indices: NDArray[np.int64], trim: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """ids (B, n), or (B, 2, n) for pairs, padded with 0; labels (B,).
 
         n is the task's length or, with `trim`, the longest of the batch rounded up to a multiple of 64.
@@ -82,23 +101,35 @@ class Split:
         length = self.spec.length
         if trim:
             length = min(length, -(-int(self.lengths[indices].max()) // ROUND) * ROUND)
-        sides = 2 if self.spec.paired else 1
-        ids = np.zeros((len(indices) * sides, length), np.int64)
-        texts = (np.asarray(indices)[:, None] * sides + np.arange(sides)).ravel()
-        for row, start, end in zip(ids, self.offsets[texts], self.offsets[texts + 1], strict=True):
-            np.add(self.tokens[start:end], 1, out=row[: end - start], dtype=np.int64)
+        texts = np.stack([2 * indices, 2 * indices + 1], 1).ravel() if self.spec.paired else indices
+        starts = self.offsets[texts]
+        ids = self.windows[:, :length][starts].astype(np.int32)
+        ids += 1
+        for row, size in zip(ids, (self.offsets[texts + 1] - starts).tolist(), strict=True):
+            row[size:] = 0  # what stands behind the text
         shape = (len(indices), 2, length) if self.spec.paired else ids.shape
         return ids.reshape(shape), self.labels[indices].astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task ready for use: what the model needs, the three splits, and where they came from."""
+    """A task ready for use: what the model needs, the three splits, and the manifest that says where they came from."""
 
     spec: TaskSpec
     splits: dict[str, Split]
-    source: Source
-    fingerprint: str  # sha256 of the packed bytes
+    manifest: dict[str, Any]
+    home: Path  # the folder of the packed data
+    decode: Callable[[NDArray[np.uint8]], str]  # stored bytes -> what a person reads
+
+    @property
+    def source(self) -> Source:
+        return self.manifest["source"]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the packed bytes."""
+        checksums = "".join(self.manifest["splits"][split]["sha256"] for split in SPLITS)
+        return hashlib.sha256(checksums.encode()).hexdigest()
 
     def order(self, batch_size: int, seed: int, bucket: bool) -> "Batches":
         """The order in which a run of that seed sees the training examples."""
@@ -152,6 +183,8 @@ class Batches:
 
 
 Example = tuple[tuple[bytes, ...], int]  # (one text or two, label)
+Stamps = dict[str, list[int]]  # name of a file: its size and when it was changed
+Build = Callable[[], tuple[Source, dict[str, Iterable[Example]]]]
 
 
 def cached(
@@ -159,104 +192,155 @@ def cached(
     name: str,
     spec: TaskSpec,
     settings: dict[str, Any],
-    build: Callable[[], tuple[Source, dict[str, Iterable[Example]]]],
+    build: Build,
+    decode: Callable[[NDArray[np.uint8]], str],
+    origin: str | None,
     files: Iterable[Path] = (),
 ) -> Task:
     """The task packed under folder/name/<hash of settings>, built there first if need be.
 
-    `settings` is all that decides the packed bytes, but for the source `files`: where these are there and not those
-    that the cache was made from, it is made anew. `build` gives the source and the examples of each split.
-    The result is written under a temporary name and renamed: a killed run leaves no half-made cache, and of two runs
-    that build the same data at once the first to finish wins.
+    `settings` is all that decides the packed bytes, but for where they come from: `origin`, and the `files` or folders
+    that are read. If these are not those that the cache was made from, or another version of this program made it, it
+    is made anew. None and no files: whatever it was made from is welcome. `build` gives the source and the examples of
+    each split.
+    Of several runs that want the same data, one builds and the others wait. The result is written under a temporary
+    name and renamed: a killed run leaves no half-made cache behind. What is there is checked against its sha256.
     """
-    settings = {"data_version": DATA_VERSION, **settings}
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     home = Path(folder) / name / key
-    stamps = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.exists()}
-    if (home / "manifest.json").exists() and stamps and _manifest(home)["files"] != stamps:
-        print(f"{', '.join(stamps)} changed since {home} was made: it is made anew")
-        shutil.rmtree(home)
-    if not (home / "manifest.json").exists():
+    stamps: Stamps = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.exists()}
+    fresh = False
+    if _stale(home, origin, stamps) is not None:
         home.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=home.parent))
-        try:
-            source, splits = build()
-            packed = {split: _pack(fresh / split, examples) for split, examples in splits.items()}
-            made = {"settings": settings, "source": source, "files": stamps, "splits": packed}
-            (fresh / "manifest.json").write_text(json.dumps(made, indent=2))
-            _rename(fresh, home)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+        with _alone(home):
+            why = _stale(home, origin, stamps)  # another run may have built it meanwhile
+            if why is not None:
+                if why:
+                    print(f"{home} {why}: it is made anew")
+                _build(home, settings, origin, stamps, build)
+                fresh = True
     manifest = _manifest(home)
-    checksums = "".join(manifest["splits"][split]["sha256"] for split in SPLITS)
-    return Task(
-        spec=spec,
-        splits={split: _open(home, split, spec) for split in SPLITS},
-        source=manifest["source"],
-        fingerprint=hashlib.sha256(checksums.encode()).hexdigest(),
-    )
+    splits = {split: _open(home, split, spec) for split in SPLITS}
+    if not fresh:
+        for split in SPLITS:
+            _verify(home, split, manifest["splits"][split]["sha256"])
+    return Task(spec, splits, manifest, home, decode)
 
 
-def _damaged(home: Path) -> DataError:
-    return DataError(f"the packed data in {home} are damaged: delete that folder, and they will be made anew")
+def _stale(home: Path, origin: str | None, stamps: Stamps) -> str | None:
+    """Why the cache must be made (anew); None: it need not be."""
+    if not (home / "manifest.json").exists():
+        return ""
+    manifest = _manifest(home)
+    if manifest.get("data_version") != DATA_VERSION:
+        return f"is of data version {manifest.get('data_version', 1)}, this is {DATA_VERSION}"
+    if origin and manifest["origin"] != origin:
+        return f"was made from {manifest['origin']}, not from {origin}"
+    changed = [name for name, stamp in stamps.items() if manifest["files"].get(name) != stamp]
+    if changed:
+        return f"was made from another {', '.join(changed)}"
+    return None
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """No other run builds `home` meanwhile. The empty lock file stays: removed, it could be locked twice."""
+    lock = FileLock(home.parent / f".{home.name}.lock")
+    try:
+        lock.acquire(timeout=0.5)
+    except Timeout:
+        print(f"another run is making {home}: waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(home: Path, settings: dict[str, Any], origin: str | None, stamps: Stamps, build: Build) -> None:
+    fresh = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+    try:
+        source, splits = build()
+        manifest = {
+            "data_version": DATA_VERSION,
+            "settings": settings,
+            "source": source,
+            "origin": origin,
+            "files": stamps,
+            "splits": {split: _pack(fresh / split, examples) for split, examples in splits.items()},
+        }
+        (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        shutil.rmtree(home, ignore_errors=True)
+        os.rename(fresh, home)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _damaged(home: Path, what: str) -> DataError:
+    return DataError(f"the packed data in {home} are damaged ({what}): delete that folder, and they will be made anew")
 
 
 def _manifest(home: Path) -> dict[str, Any]:
     try:
         return json.loads((home / "manifest.json").read_text())
     except ValueError:
-        raise _damaged(home) from None
-
-
-def _rename(fresh: Path, home: Path) -> None:
-    try:
-        os.rename(fresh, home)
-    except OSError:
-        if not (home / "manifest.json").exists():  # not because another run was first
-            raise
+        raise _damaged(home, "manifest.json is no JSON") from None
 
 
 def _pack(stem: Path, examples: Iterable[Example]) -> dict[str, Any]:
-    """Write one split as its examples come, so that a large source is never held whole."""
+    """Write one split as its examples come, so that a large source is never held whole. Returns what it holds."""
     sizes: list[int] = []
     labels: list[int] = []
-    digest = hashlib.sha256()
-    with open(f"{stem}.tokens.bin", "wb") as file:
+    with open(f"{stem}.tokens.bin", "wb", buffering=2**20) as file:
         for texts, label in examples:
             labels.append(label)
             for text in texts:
                 sizes.append(len(text))
                 file.write(text)
-                digest.update(text)
+        file.write(bytes(SLACK))
     if not labels:
         raise DataError(f"the {stem.name} split has no examples: ask for at least one")
-    arrays: dict[str, NDArray[Any]] = {
-        "offsets": np.cumsum([0, *sizes], dtype=np.int64),
-        "labels": np.array(labels, np.uint8),
-    }
-    for part, array in arrays.items():
-        np.save(f"{stem}.{part}.npy", array)
-        digest.update(array.tobytes())
+    np.save(f"{stem}.offsets.npy", np.cumsum([0, *sizes], dtype=np.int64))
+    np.save(f"{stem}.labels.npy", np.array(labels, np.uint8))
+    quantiles = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower")
     return {
         "examples": len(labels),
-        "labels": np.bincount(arrays["labels"]).tolist(),
-        "mean_length": float(np.mean(sizes)),
-        "sha256": digest.hexdigest(),
+        "labels": np.bincount(labels).tolist(),
+        "lengths": {
+            "mean": float(np.mean(sizes)),
+            **dict(zip(("min", "p10", "median", "p90", "max"), quantiles.tolist(), strict=True)),
+        },
+        "sha256": _sha256(stem),
     }
+
+
+def _sha256(stem: Path) -> str:
+    """Of the three files of a split. Read as files: pages of a memory map would count as this process's memory."""
+    digest = hashlib.sha256()
+    for part in ("tokens.bin", "offsets.npy", "labels.npy"):
+        with open(f"{stem}.{part}", "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _verify(home: Path, name: str, expected: str) -> None:
+    found = _sha256(home / name)
+    if found != expected:
+        raise _damaged(home, f"the sha256 of {name} is {found[:8]}..., not {expected[:8]}...")
 
 
 def _open(home: Path, name: str, spec: TaskSpec) -> Split:
     try:
-        split = Split(
-            np.memmap(home / f"{name}.tokens.bin", np.uint8, mode="r"),
-            np.load(home / f"{name}.offsets.npy"),
-            np.load(home / f"{name}.labels.npy"),
-            spec,
-        )
-    except (OSError, ValueError):
-        raise _damaged(home) from None
-    if len(split.tokens) != split.offsets[-1]:
-        raise _damaged(home)
+        # A plain array on the mapped file: slices of np.memmap itself take twice as long.
+        mapped = np.asarray(np.memmap(home / f"{name}.tokens.bin", np.uint8, mode="r"))
+        offsets, labels = (np.load(home / f"{name}.{part}.npy") for part in ("offsets", "labels"))
+    except (OSError, ValueError) as error:
+        raise _damaged(home, str(error)) from None
+    if len(mapped) != offsets[-1] + SLACK:
+        raise _damaged(home, f"{name} has {len(mapped) - SLACK} tokens, not {offsets[-1]}")
+    if spec.length > SLACK:
+        raise DataError(f"task.data.length={spec.length} is too long: at most {SLACK}")
+    split = Split(mapped[: offsets[-1]], sliding_window_view(mapped, spec.length), offsets, labels, spec)
     longest = int(split.lengths.max())
     if longest > spec.length:
         raise DataError(
@@ -264,3 +348,31 @@ def _open(home: Path, name: str, spec: TaskSpec) -> Split:
             "raise it, or lower task.data.max_length"
         )
     return split
+
+
+def as_text(stored: NDArray[np.uint8]) -> str:
+    """Bytes as UTF-8; what is none is shown as a replacement character."""
+    return stored.tobytes().decode("utf-8", "replace")
+
+
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a text file, numbered from 1, without their ends (LF or CRLF); with a progress bar in bytes."""
+    with (
+        open(file, "rb") as stream,
+        tqdm(total=file.stat().st_size, desc=f"reading {file.name}", unit="B", unit_scale=True, mininterval=1) as bar,
+    ):
+        for number, line in enumerate(stream, 1):
+            yield number, line.rstrip(b"\r\n")
+            bar.update(len(line))
+
+
+def require(task: str, folder: str | Path, files: Iterable[Path], what: str) -> None:
+    """All the files, or one sentence on how to get there."""
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"task={task} needs {file}, which is not there: {what}, then run `{command(task, folder)}`")
+
+
+def command(task: str, folder: str | Path) -> str:
+    """What prepares a task's data in `folder`."""
+    return f"python -m lra_data prepare {task}" + ("" if str(folder) == "data" else f" paths.data={folder}")

@@ -4,7 +4,7 @@ A tree: with probability 0.25, and above the last level, a node is an operator w
 digit. Kept if min_length < L < max_length, L = operators + digits + `]`; no expression stands twice.
 
 Trees are drawn, laid out and evaluated many at once, level by level, with numpy; `evaluate` is the slow, obvious
-definition of the value.
+definition of the value. LRA's released files, basic_{train,val,test}.tsv, are read too.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ ZERO, CLOSE = 4, 14
 OPERATOR_PROBABILITY = 0.25
 VOCABULARY = 32  # the base code's embedding table
 CHUNK = 2048  # trees drawn at once; part of what a seed means
+FILES = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}  # of LRA's release
+RELEASED = {"train": 96_000, "dev": 2_000, "test": 2_000}  # expressions in them; any others are a stand-in
 DRY_CHUNKS = 50  # so many chunks in a row without a new expression: there are no more to be had
 
 Expression = tuple[NDArray[np.uint8], int]
@@ -44,7 +47,7 @@ def evaluate(source: str) -> int:
             operator, *values = stack.pop()
             if not values:
                 raise ValueError(f"{operator} has no arguments in {source[:60]!r}")
-            stack[-1].append(_apply(operator, values))
+            stack[-1].append(apply(operator, values))
         elif token.isdecimal() and len(token) == 1:
             stack[-1].append(int(token))
         elif token in TOKENS[:ZERO]:
@@ -56,7 +59,7 @@ def evaluate(source: str) -> int:
     return stack[0][0]
 
 
-def _apply(operator: str, values: list[int]) -> int:
+def apply(operator: str, values: list[int]) -> int:
     if operator == "[MIN":
         return min(values)
     if operator == "[MAX":
@@ -108,9 +111,35 @@ def load(
     brackets: bool,
     examples: Sizes,
     seed: NonNegativeInt,
+    origin: str | None = None,
 ) -> Task:
-    """Generated ListOps, made on first use (over all cores; the result does not depend on their number)."""
+    """ListOps packed on first use: generated, or read from LRA's files in the folder `origin`.
+
+    Generating takes all cores; the result does not depend on their number. `brackets` keeps `]`. Of files, `examples`
+    is the most that is taken, and min_length, max_length and seed mean nothing.
+    """
     sizes: dict[str, Any] = {**examples}
+    spec = TaskSpec(VOCABULARY, length, classes=10, paired=False)
+    shared: dict[str, Any] = {"brackets": brackets, "examples": sizes}
+
+    def texts(expressions: Iterable[Expression]) -> Iterator[Example]:
+        for tokens, label in expressions:
+            yield ((tokens if brackets else tokens[tokens != CLOSE]).tobytes(),), label
+
+    if origin:
+        paths = {split: Path(origin) / FILES[split] for split in base.SPLITS}
+
+        def read() -> tuple[Source, dict[str, Iterable[Example]]]:
+            base.require("listops", folder, paths.values(), "put LRA's there, or leave paths.listops out")
+            found = {split: list(_read(path)) for split, path in paths.items()}
+            real = {split: len(expressions) for split, expressions in found.items()} == RELEASED
+            return "lra" if real else "stand-in", {
+                split: texts(itertools.islice(found[split], sizes[split])) for split in base.SPLITS
+            }
+
+        where = "basic_{train,val,test}.tsv"
+        return base.cached(folder, "listops", spec, shared, read, to_text, where, paths.values())
+
     longest = max_length - 1
     if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
         longest -= -(-(longest - 1) // 11)
@@ -120,20 +149,39 @@ def load(
             f"got min_length={min_length}, max_length={max_length}, length={length}"
         )
 
-    def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        drawn = iter(_draw_many(sum(sizes.values()), seed, min_length, max_length))
-        texts = ((((tokens if brackets else tokens[tokens != CLOSE]).tobytes(),), label) for tokens, label in drawn)
-        return "generated", {split: itertools.islice(texts, sizes[split]) for split in base.SPLITS}
+    def draw() -> tuple[Source, dict[str, Iterable[Example]]]:
+        drawn = texts(_draw_many(sum(sizes.values()), seed, min_length, max_length))
+        return "generated", {split: itertools.islice(drawn, sizes[split]) for split in base.SPLITS}
 
-    settings = {
-        "min_length": min_length,
-        "max_length": max_length,
-        "brackets": brackets,
-        "examples": sizes,
-        "seed": seed,
-    }
-    spec = TaskSpec(VOCABULARY, length, classes=10, paired=False)
-    return base.cached(folder, "listops", spec, settings, build)
+    settings = shared | {"min_length": min_length, "max_length": max_length, "seed": seed}
+    return base.cached(folder, "listops", spec, settings, draw, to_text, "the generator")
+
+
+def to_text(tokens: NDArray[np.uint8]) -> str:
+    """The tokens as the model gets them, in words."""
+    return " ".join(TOKENS[token] for token in tokens.tolist())
+
+
+def _read(path: Path) -> Iterator[Expression]:
+    """A file of LRA's: Source and Target, a tab between, under a header."""
+    codes = {word.encode(): code for code, word in enumerate(TOKENS)}
+    for number, line in base.lines(path):
+        if number == 1 and line == b"Source\tTarget":
+            continue
+        fields = line.split(b"\t")
+        if len(fields) != 2:
+            raise DataError(f"{path}, line {number}: {len(fields)} fields, not 2 (Source, Target)")
+        source, target = fields
+        words = source.replace(b"(", b"").replace(b")", b"").split()
+        unknown = next((word for word in words if word not in codes), None)
+        if unknown is not None:
+            raise DataError(f"{path}, line {number}: {unknown.decode(errors='replace')!r} is no token of ListOps")
+        tokens = np.array([codes[word] for word in words], np.uint8)
+        if not words or np.count_nonzero(tokens < ZERO) != np.count_nonzero(tokens == CLOSE):
+            raise DataError(f"{path}, line {number}: not one whole expression")
+        if len(target) != 1 or not target.isdigit():
+            raise DataError(f"{path}, line {number}: the label {target.decode(errors='replace')!r} is not 0 to 9")
+        yield tokens, int(target)
 
 
 def _draw_many(total: int, seed: int, min_length: int, max_length: int) -> list[Expression]:

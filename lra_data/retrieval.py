@@ -1,6 +1,7 @@
 """LRA Retrieval: pairs of papers as bytes; label 1 = one cites the other.
 
-Read from LRA's new_aan_pairs.{train,eval,test}.tsv: label, id1, id2, text1, text2, tabs between, no quoting.
+Read from LRA's new_aan_pairs.{train,eval,test}.tsv: label, id1, id2, text1, text2, tabs between, no quoting. The train
+file has more than 1 GB: it is packed line by line.
 """
 
 import itertools
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveInt, validate_call
-from tqdm import tqdm
 
 from lra_data import base
 from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
@@ -17,31 +17,30 @@ from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
 PARTS = ("train", "eval", "test")
 FILES = {split: f"new_aan_pairs.{part}.tsv" for split, part in zip(base.SPLITS, PARTS, strict=True)}
 PAIRS = {"train": 147_086, "dev": 18_090, "test": 17_437}  # of LRA's files; any others are a stand-in
-VOCABULARY = 512  # the base code's embedding table; 257 ids are real
+READ = 10_000  # bytes of a text that LRA's pipeline reads, before it cuts to max_length
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
 
 
 @validate_call(config={"strict": True})
-def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Caps) -> Task:
-    """Pairs packed from the three files in `folder` on first use. `examples` caps the splits; null = all."""
-    paths = {split: Path(folder) / FILES[split] for split in base.SPLITS}
+def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Caps, origin: str | None = None) -> Task:
+    """Pairs packed from the three files in `origin` (default: `folder`) on first use.
+
+    `examples` caps the splits; null = all.
+    """
+    paths = {split: Path(origin or folder) / FILES[split] for split in base.SPLITS}
     limits: dict[str, Any] = {**examples}
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        for path in paths.values():
-            if not path.exists():
-                raise DataError(
-                    f"task=retrieval needs {path}, which is not there: put LRA's {', '.join(FILES.values())} "
-                    "there, then run `python -m lra_data prepare retrieval`"
-                )
+        base.require("retrieval", folder, paths.values(), f"put LRA's {', '.join(FILES.values())} there")
         real = all(_lines(paths[split]) == PAIRS[split] for split in base.SPLITS)
         return "lra" if real else "stand-in", {
-            split: itertools.islice(_read(path, max_length), limits[split]) for split, path in paths.items()
+            split: itertools.islice(_read(path, min(READ, max_length)), limits[split]) for split, path in paths.items()
         }
 
     settings = {"max_length": max_length, "examples": limits}
-    spec = TaskSpec(VOCABULARY, length, classes=2, paired=True)
-    return base.cached(folder, "retrieval", spec, settings, build, paths.values())
+    spec = TaskSpec(base.BYTES, length, classes=2, paired=True)
+    where = "new_aan_pairs.{train,eval,test}.tsv"
+    return base.cached(folder, "retrieval", spec, settings, build, base.as_text, where, paths.values())
 
 
 def _lines(path: Path) -> int:
@@ -50,14 +49,13 @@ def _lines(path: Path) -> int:
 
 
 def _read(path: Path, max_length: int) -> Iterator[Example]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(tqdm(file, f"reading {path.name}", unit=" pairs", mininterval=1), 1):
-            fields = line.rstrip(b"\r\n").split(b"\t")
-            if len(fields) != 5:
-                raise DataError(f"{path}, line {number}: {len(fields)} fields, not 5 (label, id1, id2, text1, text2)")
-            label, _, _, first, second = fields
-            if label not in LABELS:
-                raise DataError(f"{path}, line {number}: the label {label.decode(errors='replace')!r} is not 0 or 1")
-            if not first or not second:
-                raise DataError(f"{path}, line {number}: an empty text")
-            yield (first[:max_length], second[:max_length]), LABELS[label]
+    for number, line in base.lines(path):
+        fields = line.split(b"\t")
+        if len(fields) != 5:
+            raise DataError(f"{path}, line {number}: {len(fields)} fields, not 5 (label, id1, id2, text1, text2)")
+        label, _, _, first, second = fields
+        if label not in LABELS:
+            raise DataError(f"{path}, line {number}: the label {label.decode(errors='replace')!r} is not 0 or 1")
+        if not first or not second:
+            raise DataError(f"{path}, line {number}: an empty text")
+        yield (first[:max_length], second[:max_length]), LABELS[label]

@@ -1,11 +1,25 @@
-"""LRA Text: IMDb reviews as bytes, from the archive aclImdb_v1.tar.gz. Label 1 = positive."""
+"""LRA Text: IMDb reviews as bytes. Label 1 = positive.
 
+Three places have them: the archive aclImdb_v1.tar.gz (or the folder it unpacks to), the Hugging Face hub (or a folder
+of its parquet files), and tensorflow-datasets. None of the three has the order of another, so that reviews are put
+into one of their own, by the sha256 of their bytes: the packed data are the same, wherever they came from.
+"""
+
+import gzip
+import hashlib
+import importlib.util
 import itertools
+import logging
+import os
 import re
 import tarfile
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal
+import threading
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from pydantic import PositiveInt, validate_call
@@ -14,11 +28,20 @@ from tqdm import tqdm
 from lra_data import base
 from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
 
-ARCHIVE = "aclImdb_v1.tar.gz"
-VOCABULARY = 512  # the base code's embedding table; 257 ids are real
-REVIEWS = 25_000  # of the real archive, in train and in test
+ARCHIVE, UNPACKED = "aclImdb_v1.tar.gz", "aclImdb"
+ARCHIVE_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
+HUB = "stanfordnlp/imdb"
+TFDS = "imdb_reviews/plain_text"
+PARTS = ("train", "test")
 HELD_OUT = 0.1
-_MEMBER = re.compile(r"(?:\./)?aclImdb/(train|test)/(neg|pos)/(\d+)_\d+\.txt")
+# sha256 over the sha256 and label of every review, in our order: whatever has another one is a stand-in.
+IMDB = {
+    "train": "ded911cbb54d409e192021595d3b8a40176b35ab663af0fb8b6bfd7acf9bbf06",
+    "test": "340290e10a3478d6774f31c5cfcb1976477898ff4c4d4527023973092ae394df",
+}
+PATIENCE = 3.0  # seconds for a hub to answer
+_MEMBER = re.compile(r"(?:\./)?aclImdb/(train|test)/(neg|pos)/\d+_\d+\.txt")
+Reviews = dict[str, list[tuple[bytes, int]]]  # of each part: (review, label)
 
 
 @validate_call(config={"strict": True})
@@ -29,29 +52,30 @@ def load(
     dev: Literal["test", "held-out"],
     examples: Caps,
     seed: int,
+    origin: str | None = None,
 ) -> Task:
-    """IMDb packed from folder/aclImdb_v1.tar.gz on first use.
+    """IMDb packed on first use from `origin`.
 
+    origin: an archive or a folder, "hub" or "tfds"; by default aclImdb_v1.tar.gz or aclImdb/ in `folder`.
     dev="test" is the base code's (the dev split IS the test split); "held-out" takes a seeded tenth of the
-    training reviews, as many negative as positive. `examples` caps the splits; null = all.
+    training reviews, the same share of either label. `examples` caps the splits; null = all.
     """
-    archive = Path(folder) / ARCHIVE
     limits: dict[str, Any] = {**examples}
+    name, files, read = _place(folder, origin)
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        reviews = _read(archive, max_length)
-        real = all(len(reviews[part]) == REVIEWS for part in ("train", "test"))
+        reviews = read()
+        digests = {part: _arrange(reviews[part], f"{name}, {part}") for part in PARTS}
         train, test = reviews["train"], reviews["test"]
-        held: list[Example] = test
+        held = test
         if dev == "held-out":
-            # Reviews 2i and 2i + 1 are a negative and a positive one.
-            pairs = np.random.default_rng(seed).permutation(len(train) // 2)
-            chosen = set(pairs[: round(HELD_OUT * len(pairs))].tolist())
-            held = [review for i, review in enumerate(train) if i // 2 in chosen]
-            train = [review for i, review in enumerate(train) if i // 2 not in chosen]
+            chosen = _hold_out([label for _, label in train], seed)
+            held = [review for i, review in enumerate(train) if i in chosen]
+            train = [review for i, review in enumerate(train) if i not in chosen]
         splits = {"train": train, "dev": held, "test": test}
-        return "lra" if real else "stand-in", {
-            split: itertools.islice(splits[split], limits[split]) for split in base.SPLITS
+        return "lra" if digests == IMDB else "stand-in", {
+            split: (((review[:max_length],), label) for review, label in itertools.islice(splits[split], limits[split]))
+            for split in base.SPLITS
         }
 
     settings = {
@@ -60,35 +84,202 @@ def load(
         "examples": limits,
         "seed": seed if dev == "held-out" else None,
     }
-    spec = TaskSpec(VOCABULARY, length, classes=2, paired=False)
-    return base.cached(folder, "text", spec, settings, build, [archive])
+    spec = TaskSpec(base.BYTES, length, classes=2, paired=False)
+    return base.cached(folder, "text", spec, settings, build, base.as_text, name, files)
 
 
-def _read(archive: Path, max_length: int) -> dict[str, list[Example]]:
-    """The reviews of each part, negative and positive in turn, by their number in the archive."""
-    found: dict[str, dict[tuple[int, int], bytes]] = {"train": {}, "test": {}}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tqdm(tar, f"reading {archive.name}", unit=" files", mininterval=1):
-                if name := _MEMBER.fullmatch(member.name):
-                    part, sentiment, number = name.groups()
-                    file = tar.extractfile(member)
-                    review = file.read(max_length) if file else b""
-                    if not review:
-                        raise DataError(f"{archive}: {member.name} is empty; get the archive again")
-                    found[part][int(number), int(sentiment == "pos")] = review
-    except FileNotFoundError:
-        raise DataError(
-            f"task=text needs {archive}, which is not there: put the IMDb archive there "
-            "(Large Movie Review Dataset v1.0), then run `python -m lra_data prepare text`"
-        ) from None
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{archive} cannot be read ({error}); get the archive again") from None
-    for part, reviews in found.items():
-        negative = sum(label == 0 for _, label in reviews)
-        if not reviews or 2 * negative != len(reviews):
+def _place(folder: str, origin: str | None) -> tuple[str | None, list[Path], Callable[[], Reviews]]:
+    """Name of the place, the files there, and what reads them."""
+    if origin == "hub":
+        return f"hub {HUB}", [], lambda: _read_parquet(_download())
+    if origin == "tfds":
+        return f"tfds {TFDS}", [], _read_tfds
+    root = Path(origin or folder)
+    places = [root / ARCHIVE, root / UNPACKED] + ([root] if origin else [])
+    path = next((path for path in places if path.exists()), None)
+    if path is None:
+
+        def missing() -> NoReturn:
+            prepare = base.command("text", folder)
             raise DataError(
-                f"{archive} has {negative} negative of {len(reviews)} {part} reviews, not one half; "
-                "get the archive again"
+                f"task=text needs {origin or places[0]}, which is not there: put the IMDb archive there (Large Movie "
+                f"Review Dataset v1.0), then run `{prepare}`; or run it with paths.text=hub (Hugging Face) or =tfds"
             )
-    return {part: [((reviews[key],), key[1]) for key in sorted(reviews)] for part, reviews in found.items()}
+
+        return None, [], missing
+    if path.is_file():
+        return path.name, [path], lambda: _read_archive(path)
+    leaves = [path / part / sentiment for part in PARTS for sentiment in ("neg", "pos")]
+    if leaves[0].is_dir():
+        return f"{path.name}/", leaves, lambda: _read_folder(path)
+    return f"{path.name}/*.parquet", sorted(path.rglob("*.parquet")), lambda: _read_parquet(path)
+
+
+def _arrange(reviews: list[tuple[bytes, int]], where: str) -> str:
+    """Check the reviews of a part, put them into our order, and return the sha256 of what they are."""
+    labels = [label for _, label in reviews]
+    if not reviews or 2 * labels.count(0) != len(labels) or 2 * labels.count(1) != len(labels):
+        raise DataError(f"{where}: {labels.count(0)} negative of {len(labels)} reviews, not one half; get them again")
+    keyed = sorted((hashlib.sha256(review).digest() + bytes([label]), review, label) for review, label in reviews)
+    reviews[:] = [(review, label) for _, review, label in keyed]
+    return hashlib.sha256(b"".join(key for key, _, _ in keyed)).hexdigest()
+
+
+def _hold_out(labels: list[int], seed: int) -> set[int]:
+    """Places of a tenth of the negative and a tenth of the positive reviews."""
+    rng = np.random.default_rng(seed)
+    places = (rng.permutation(np.flatnonzero(np.equal(labels, label))) for label in (0, 1))
+    return {int(i) for of_label in places for i in of_label[: round(HELD_OUT * len(of_label))]}
+
+
+def _review(content: bytes, name: str) -> bytes:
+    """Without white space at the ends, as tensorflow-datasets has it (the real ones have none)."""
+    review = content.strip()
+    if not review:
+        raise DataError(f"{name} is empty; get the data again")
+    return review
+
+
+def _read_archive(archive: Path) -> Reviews:
+    """Read as a stream, nothing is unpacked. Read to its end, where the checksum is."""
+    found: dict[str, dict[str, tuple[bytes, int]]] = {part: {} for part in PARTS}
+    try:
+        with gzip.open(archive) as stream:
+            with tarfile.open(fileobj=stream, mode="r|") as tar:
+                for member in tqdm(tar, f"reading {archive.name}", unit=" files", mininterval=1):
+                    path = PurePosixPath(member.name)
+                    if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                        raise DataError(
+                            f"{archive}: its member {member.name} is a link or leads out of the archive: this is not "
+                            "the IMDb archive; get it again"
+                        )
+                    if name := _MEMBER.fullmatch(member.name):
+                        part, sentiment = name.groups()
+                        file = tar.extractfile(member)
+                        review = _review(file.read() if file else b"", f"{archive}: {member.name}")
+                        found[part][member.name] = review, int(sentiment == "pos")
+            while stream.read(2**20):
+                pass
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise DataError(f"{archive} cannot be read ({error}); get the archive again") from None
+    return {part: list(reviews.values()) for part, reviews in found.items()}
+
+
+def _read_folder(folder: Path) -> Reviews:
+    """The unpacked archive."""
+    return {
+        part: [
+            (_review(file.read_bytes(), str(file)), label)
+            for label, sentiment in enumerate(("neg", "pos"))
+            for file in tqdm(
+                list((folder / part / sentiment).glob("*_*.txt")),
+                f"reading {folder.name}/{part}/{sentiment}",
+                unit=" files",
+                mininterval=1,
+            )
+        ]
+        for part in PARTS
+    }
+
+
+def _read_parquet(folder: Path) -> Reviews:
+    """The hub's layout: train-*.parquet and test-*.parquet, in `folder` or below, with columns text and label."""
+    files = {part: sorted(str(file) for file in folder.rglob(f"{part}*.parquet")) for part in PARTS}
+    for part in PARTS:
+        if not files[part]:
+            raise DataError(
+                f"{folder} has neither {part}/neg and {part}/pos, as the IMDb archive has, nor {part}-*.parquet, as "
+                "the hub has: give the folder that does"
+            )
+
+    import datasets  # takes seconds
+
+    def rows(part: str) -> Iterator[tuple[bytes, int]]:
+        try:
+            # Streaming: nothing is copied into a cache of its own.
+            stream = datasets.load_dataset("parquet", data_files=files, split=part, streaming=True)
+            for row in tqdm(stream, f"reading {part} of {folder.name}", unit=" reviews", mininterval=1):
+                yield row["text"].encode(), row["label"]
+        except Exception as error:  # of pyarrow, fsspec, datasets, or a column that is not there
+            raise DataError(f"{', '.join(files[part])} cannot be read ({error!r}); get the files again") from None
+
+    return {part: [(_review(text, f"a review in {folder}"), label) for text, label in rows(part)] for part in PARTS}
+
+
+def _download() -> Path:
+    """The hub's parquet files, from its cache on this machine if it cannot be reached."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    offline = constants.HF_HUB_OFFLINE or not _answers(constants.ENDPOINT)
+    try:
+        patterns = [f"*/{part}-*.parquet" for part in PARTS]
+        there = huggingface_hub.snapshot_download(
+            HUB, repo_type="dataset", allow_patterns=patterns, local_files_only=offline
+        )
+    except Exception as error:  # of the network or of the hub: there are many
+        reason = f"{constants.ENDPOINT} cannot be reached" if offline else repr(error)
+        raise DataError(
+            f"paths.text=hub: {HUB} cannot be had ({reason}) and is not in the cache of this machine; put {ARCHIVE} "
+            "into paths.data instead, or give a folder of its parquet files as paths.text"
+        ) from None
+    return Path(there)
+
+
+def _read_tfds() -> Reviews:
+    """As tensorflow-datasets has prepared it, or prepares it now, in its own folder (TFDS_DATA_DIR)."""
+    import tensorflow_datasets as tfds
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of a folder that is not there
+    home = os.environ.get("TFDS_DATA_DIR")  # else its default; read here, not when it is imported
+    builder = tfds.builder(TFDS, data_dir=home)
+    instead = f"put {ARCHIVE} into paths.data instead"
+    tensorflow = importlib.util.find_spec("tensorflow")
+    if not builder.is_prepared():
+        if not tensorflow:
+            raise DataError(
+                f"paths.text=tfds: {builder.data_dir} is not there, and tensorflow-datasets needs TensorFlow to make "
+                f"it: pip install 'macformer[tfds]', or {instead}"
+            )
+        if not _answers(ARCHIVE_URL):
+            raise DataError(f"paths.text=tfds: {ARCHIVE_URL} cannot be reached; {instead}")
+        builder = tfds.builder(TFDS, data_dir=home, file_format="array_record")  # to be read without TensorFlow
+        builder.download_and_prepare()
+    if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD and not tensorflow:
+        raise DataError(
+            f"paths.text=tfds: {builder.data_dir} is in a format that only TensorFlow reads: pip install "
+            f"'macformer[tfds]', or {instead}"
+        )
+    found: Reviews = {}
+    for part in PARTS:
+        if builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD:
+            rows = builder.as_data_source(split=part)
+        else:
+            rows = tfds.as_numpy(builder.as_dataset(split=part))
+        told = builder.info.splits[part].num_examples
+        found[part] = [
+            (_review(row["text"], f"a review in {builder.data_dir}"), int(row["label"]))
+            for row in tqdm(rows, f"reading {part} of {TFDS}", told, unit=" reviews", mininterval=1)
+        ]
+        if len(found[part]) != told:
+            raise DataError(f"{builder.data_dir}: {len(found[part])} of {told} {part} reviews; {instead}")
+    return found
+
+
+def _answers(url: str) -> bool:
+    """Whether a server answers in time, whatever it says. In a thread, as looking up a name has no timeout."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE).close()
+        except urllib.error.HTTPError:
+            pass
+        except OSError:
+            return
+        answered.set()
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return answered.is_set()

@@ -75,7 +75,7 @@ class Top:
     pad: Literal["full", "trim"]
     bucket: bool
     force: bool
-    paths: dict[str, str]
+    paths: dict[str, str | None]
     protocol: dict[str, Any]
     task: dict[str, Any]
     model: dict[str, Any]

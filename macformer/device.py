@@ -1,17 +1,23 @@
-"""All that differs between the CPU and CUDA: the choice, the clock, the peak of memory, running out of it."""
+"""All that differs between the CPU and CUDA: the choice, the feed, the clock, the peak of memory, running out of it."""
 
 import ctypes
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+Array = NDArray[np.generic]
+Item = TypeVar("Item")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
 
 
@@ -52,6 +58,36 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def feed(device: torch.device, batches: Iterable[tuple[Array, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Batches as tensors on the device.
+
+    CPU: made when they are asked for; a thread would take its time from the step. Else a thread makes the next one
+    while the device works on this one; for CUDA in pinned memory, from which it is copied without waiting.
+    """
+    if device.type == "cpu":
+        for batch in batches:
+            yield tuple(torch.from_numpy(array) for array in batch)
+        return
+
+    def tensors() -> Iterator[list[Tensor]]:
+        for batch in batches:
+            made = [torch.from_numpy(array) for array in batch]
+            yield [tensor.pin_memory() for tensor in made] if device.type == "cuda" else made
+
+    for made in _one_ahead(tensors()):
+        yield tuple(tensor.to(device, non_blocking=True) for tensor in made)
+
+
+def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The items in their order; while one is in use, a thread makes the next. What goes wrong there is raised here."""
+    end = object()
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, items, end)
+        while (item := upcoming.result()) is not end:
+            upcoming = thread.submit(next, items, end)
+            yield cast(Item, item)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

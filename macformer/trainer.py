@@ -29,7 +29,7 @@ class Split(Protocol):
     def __len__(self) -> int: ...
     @property
     def lengths(self) -> Indices: ...
-    def batch(self, indices: Indices, trim: bool) -> tuple[Indices, Indices]: ...
+    def batch(self, indices: Indices, trim: bool) -> tuple[NDArray[np.int32], Indices]: ...
 
 
 class Order(Protocol):
@@ -131,6 +131,8 @@ class Trainer:
         train, dev, test = (task.splits[name] for name in ("train", "dev", "test"))
         optimizer, schedule = self._optimizer(model)
         order = task.order(self.batch_size, seed, self.bucket)
+        batches = (train.batch(order.indices(step), self.trim) for step in range(self.total_steps))
+        feed = devices.feed(device, batches)
         # The same dev examples in every run, whatever its seed.
         dev_indices = np.sort(np.random.default_rng(0).permutation(len(dev))[: self.dev_examples])
         redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
@@ -142,7 +144,7 @@ class Trainer:
         with tqdm(total=self.total_steps, unit="step", disable=None, mininterval=0.5) as bar:
             for step in range(1, self.total_steps + 1):
                 begin = devices.now(device)
-                ids, labels = _on(device, train.batch(order.indices(step - 1), self.trim))
+                ids, labels = next(feed)
                 ready = devices.now(device)
                 loss = F.cross_entropy(model(ids), labels)
                 loss.backward()
@@ -160,7 +162,7 @@ class Trainer:
                 _check_finite("the loss", result.losses[-1], step)
                 if step == 1:
                     longest = np.resize(np.argsort(-train.lengths, kind="stable"), self.batch_size)
-                    ids, labels = _on(device, train.batch(longest, self.trim))
+                    ids, labels = next(devices.feed(device, [train.batch(longest, self.trim)]))
                     result.memory = _measure_memory(model, optimizer, device, ids, labels)
                 if step % self.evaluate_every and step != self.total_steps:
                     bar.set_postfix_str(f"loss {result.losses[-1]:.3f}{best}", refresh=False)
@@ -180,7 +182,7 @@ class Trainer:
                     train_seconds=sum(step_seconds),
                 )
                 if self.telemetry:
-                    ids, _ = _on(device, dev.batch(dev_indices[: self.batch_size], self.trim))
+                    ids, _ = next(devices.feed(device, [dev.batch(dev_indices[: self.batch_size], self.trim)]))
                     point.telemetry = observe(model, ids)
                 result.history.append(point)
                 if point.dev_accuracy > best_accuracy:
@@ -250,9 +252,9 @@ def evaluate(
     outcomes = np.empty(len(indices), bool)
     loss = 0.0
     by_length = np.argsort(split.lengths[indices], kind="stable")  # so that trimming pays
-    for start in range(0, len(indices), batch_size):
-        places = by_length[start : start + batch_size]
-        ids, labels = _on(device, split.batch(indices[places], trim))
+    batches = [by_length[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    feed = devices.feed(device, (split.batch(indices[places], trim) for places in batches))
+    for places, (ids, labels) in zip(batches, feed, strict=True):
         logits = model(ids)
         outcomes[places] = (logits.argmax(-1) == labels).cpu().numpy()
         loss += F.cross_entropy(logits, labels, reduction="sum").item()
@@ -287,11 +289,6 @@ def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
 def _check_finite(name: str, loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise Diverged(f"{name} is {loss} at step {step}: lower task.learning_rate")
-
-
-def _on(device: torch.device, arrays: tuple[Indices, Indices]) -> tuple[Tensor, Tensor]:
-    ids, labels = (torch.from_numpy(array).to(device) for array in arrays)
-    return ids, labels
 
 
 def _measure_memory(

@@ -1,9 +1,12 @@
 """The README's commands are the Makefile's and the programs' commands, and its tree is the tree."""
 
+import itertools
+import json
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +25,7 @@ README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 DOCUMENTS = README + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "docs" / "protocol.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
+DATA_COMMANDS = sorted(set(re.findall(r"python -m lra_data (\w+)", DOCUMENTS)))
 COMMANDS = sorted(set(re.findall(r"python train\.py (.+?)(?:`|  #|$)", DOCUMENTS, re.MULTILINE)))
 
 
@@ -50,6 +54,12 @@ def test_every_training_command_composes(command: str, composed: Callable[..., D
         key, _, values = override.partition("=")
         for value in values.split(","):
             composed(*(other for other in overrides if other != override and "," not in other), f"{key}={value}")
+
+
+def test_every_data_command_is_one() -> None:
+    told = subprocess.run([sys.executable, "-m", "lra_data", "--help"], capture_output=True, text=True, cwd=ROOT).stdout
+    assert {"prepare", "doctor", "show"} == set(DATA_COMMANDS)
+    assert all(f"    {command} " in told for command in DATA_COMMANDS)
 
 
 def test_the_example_trains_a_model_of_ones_own() -> None:
@@ -93,6 +103,17 @@ def test_the_example_of_a_kernel_is_all_that_a_kernel_needs(
     test_features.test_maclaurin_is_unbiased(kernel, "paper", 2.0)
     test_features.test_exact01_is_unbiased_over_draws(kernel, 24)
     test_linear.test_rmfa_is_the_plain_map_with_the_same_draw(kernel, "paper", masked=True)
+
+
+def test_the_floors_are_those_of_the_file() -> None:
+    floors = json.loads((ROOT / "results" / "floors.json").read_text())["floors"]
+    assert {(floor["task"], floor["protocol"]) for floor in floors} == set(
+        itertools.product(("listops", "text"), ("paper", "clean"))
+    )
+    for floor in floors:
+        rows = re.findall(rf"^\| {floor['task']}.*`protocol={floor['protocol']}`.*$", README, re.MULTILINE)
+        figures = re.findall(r"\d+\.\d+", rows[0])
+        assert [f"{100 * accuracy:.2f}" for accuracy in floor["dev_accuracy"].values()] == figures
 
 
 def test_the_tree_names_what_is_there() -> None:

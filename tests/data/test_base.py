@@ -1,11 +1,17 @@
 """Packed splits, the cache, the order of the batches."""
 
 import itertools
+import json
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lra_data import base
@@ -15,8 +21,17 @@ SPEC = TaskSpec(vocabulary=512, length=6, classes=2, paired=False)
 PAIRS = TaskSpec(vocabulary=512, length=6, classes=2, paired=True)
 
 
-def cached(folder: Path, spec: TaskSpec, examples: list[base.Example], **settings: object) -> base.Task:
-    return base.cached(folder, "t", spec, settings, lambda: ("stand-in", dict.fromkeys(base.SPLITS, examples)))
+def build_of(examples: list[base.Example]) -> base.Build:
+    return lambda: ("stand-in", dict.fromkeys(base.SPLITS, examples))
+
+
+def cached(folder: Path, spec: TaskSpec, examples: list[base.Example], **keys: object) -> base.Task:
+    return base.cached(folder, "t", spec, keys, build_of(examples), base.as_text, None)
+
+
+def left(folder: Path) -> list[Path]:
+    """All that is there but empty lock files."""
+    return [path for path in folder.rglob("*") if path.suffix != ".lock" or path.stat().st_size]
 
 
 def test_ids_are_the_stored_bytes_plus_one_and_zero_is_padding(tmp_path: Path) -> None:
@@ -34,13 +49,31 @@ def test_a_pair_is_two_rows(tmp_path: Path) -> None:
     assert labels.tolist() == [0, 1]
 
 
+@settings(deadline=None)  # it writes files
+@given(data=st.data(), paired=st.booleans(), trim=st.booleans())
+def test_a_batch_is_the_texts_one_by_one(data: st.DataObject, paired: bool, trim: bool) -> None:
+    text = st.binary(min_size=1, max_size=100)
+    examples = data.draw(st.lists(st.tuples(text, text) if paired else st.tuples(text), min_size=1, max_size=8))
+    spec = TaskSpec(vocabulary=512, length=100, classes=2, paired=paired)
+    with tempfile.TemporaryDirectory() as folder:
+        train = cached(Path(folder), spec, [(texts, i % 2) for i, texts in enumerate(examples)]).splits["train"]
+        indices = np.array(data.draw(st.lists(st.integers(0, len(examples) - 1), min_size=1, max_size=9)))
+        ids, labels = train.batch(indices, trim)
+        longest = max(len(text) for i in indices for text in examples[i])
+        length = (64 if longest <= 64 else 100) if trim else 100
+        rows = [[byte + 1 for byte in text] + [0] * (length - len(text)) for i in indices for text in examples[i]]
+        assert ids.tolist() == (np.reshape(rows, (-1, 2, length)).tolist() if paired else rows)
+        assert labels.tolist() == [i % 2 for i in indices]
+        assert [text.tobytes() for text in train.texts(int(indices[0]))] == list(examples[indices[0]])
+
+
 def test_the_cache_is_used_and_other_settings_are_another_cache(tmp_path: Path) -> None:
     first = cached(tmp_path, SPEC, [((b"a",), 1)], size=1)
     again = cached(tmp_path, SPEC, [((b"other",), 1)], size=1)
     assert again.fingerprint == first.fingerprint
     other = cached(tmp_path, SPEC, [((b"other",), 1)], size=2)
     assert other.fingerprint != first.fingerprint
-    assert not list(tmp_path.glob("t/.*"))
+    assert not [path for path in left(tmp_path) if path.name.startswith(".")]
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -52,20 +85,82 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
         return "lra", dict.fromkeys(base.SPLITS, examples())
 
     with pytest.raises(DataError, match="ends early"):
-        base.cached(tmp_path, "t", SPEC, {}, build)
-    assert not list((tmp_path / "t").iterdir())
+        base.cached(tmp_path, "t", SPEC, {}, build, base.as_text, None)
+    assert left(tmp_path) == [tmp_path / "t"]
 
 
-def test_the_first_of_two_that_build_at_once_wins(tmp_path: Path) -> None:
-    """While one build is under way, another finishes."""
+def slowly(folder: Path, letter: bytes) -> None:
+    """Make data that consist of one letter, in half a second, and leave a note of having done so."""
 
     def build() -> tuple[base.Source, dict]:
-        cached(tmp_path, SPEC, [((b"first",), 1)], size=1)
-        return "stand-in", {split: [((b"second",), 1)] for split in base.SPLITS}
+        def examples() -> Iterator[base.Example]:
+            for _ in range(50):
+                time.sleep(0.01)
+                yield (letter,), 1
 
-    task = base.cached(tmp_path, "t", SPEC, {"size": 1}, build)
-    assert bytes(task.splits["train"].tokens) == b"first"
-    assert len(list((tmp_path / "t").iterdir())) == 1
+        (folder / f"built-{letter.decode()}").touch()
+        return "stand-in", {split: examples() for split in base.SPLITS}
+
+    task = base.cached(folder, "t", SPEC, {}, build, base.as_text, None)
+    assert len(set(bytes(task.splits["train"].tokens))) == 1
+
+
+def test_of_several_processes_that_want_the_same_data_one_builds(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=slowly, args=(tmp_path, letter)) for letter in (b"a", b"b", b"c")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    (built,) = tmp_path.glob("built-*")
+    task = cached(tmp_path, SPEC, [])
+    assert bytes(task.splits["test"].tokens) == 50 * built.name[-1].encode()
+    assert len([path for path in left(tmp_path / "t") if path.is_dir()]) == 1
+
+
+def test_a_killed_build_leaves_no_data_and_no_closed_lock(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=slowly, args=(tmp_path, b"a"))
+    process.start()
+    while not (tmp_path / "built-a").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    process.kill()
+    process.join(60)
+    assert not list(tmp_path.rglob("manifest.json"))
+    assert bytes(cached(tmp_path, SPEC, [((b"b",), 0)]).splits["train"].tokens) == b"b"
+
+
+def test_data_of_another_version_are_made_anew_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cached(tmp_path, SPEC, [((b"old",), 1)])
+    monkeypatch.setattr(base, "DATA_VERSION", base.DATA_VERSION + 1)
+    assert bytes(cached(tmp_path, SPEC, [((b"new",), 1)]).splits["train"].tokens) == b"new"
+    said = capsys.readouterr().out
+    assert f"is of data version {base.DATA_VERSION - 1}, this is {base.DATA_VERSION}: it is made anew" in said
+    assert len(list(tmp_path.rglob("manifest.json"))) == 1
+
+
+def test_data_in_a_folder_that_cannot_be_written_are_read(tmp_path: Path) -> None:
+    """No lock is needed for what is there. (Root may write anywhere: hence no lock file, rather than no permission.)"""
+    cached(tmp_path, SPEC, [((b"a",), 1)])
+    (lock,) = tmp_path.rglob("*.lock")
+    lock.unlink()
+    cached(tmp_path, SPEC, [])
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_the_manifest_says_what_the_data_are(tmp_path: Path) -> None:
+    examples = [((b"a" * (1 + i % 6),), int(i % 4 == 0)) for i in range(60)]
+    task = cached(tmp_path, SPEC, examples, size=1)
+    manifest = json.loads((task.home / "manifest.json").read_text())
+    assert manifest == task.manifest
+    assert (manifest["data_version"], manifest["source"]) == (base.DATA_VERSION, "stand-in")
+    told = manifest["splits"]["dev"]
+    assert (told["examples"], told["labels"]) == (60, [45, 15])
+    assert told["lengths"] == {"mean": 3.5, "min": 1, "p10": 1, "median": 3, "p90": 6, "max": 6}
+    assert len(told["sha256"]) == len(task.fingerprint) == 64
 
 
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
@@ -75,7 +170,7 @@ def test_an_empty_split_is_refused(tmp_path: Path) -> None:
 
 def test_majority_is_the_best_constant_answer(tmp_path: Path) -> None:
     splits = {"train": [((b"a",), 1)] * 3, "dev": [((b"a",), 0)], "test": [((b"a",), 0)] * 3 + [((b"a",), 1)]}
-    task = base.cached(tmp_path, "t", SPEC, {}, lambda: ("stand-in", splits))
+    task = base.cached(tmp_path, "t", SPEC, {}, lambda: ("stand-in", splits), base.as_text, None)
     assert task.majority == 0.75
 
 
@@ -117,14 +212,24 @@ def test_trimmed_batches_are_as_long_as_their_longest_rounded_up(tmp_path: Path)
 
 def test_damaged_data_are_named(tmp_path: Path) -> None:
     cached(tmp_path, SPEC, [((b"abc",), 1)])
-    (tokens,) = tmp_path.rglob("train.tokens.bin")
-    for damage in (lambda: tokens.write_bytes(b"ab"), tokens.unlink):
+    (home,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    shutil.copytree(home, tmp_path / "whole")
+    pickled = np.array([{"a": 1}], object)
+    damages = {
+        "the sha256 of train is": lambda: (home / "train.tokens.bin").write_bytes(b"abd" + bytes(base.SLACK)),
+        "the sha256 of dev is": lambda: np.save(home / "dev.labels.npy", np.array([0], np.uint8)),
+        "train has 2 tokens, not 3": lambda: (home / "train.tokens.bin").write_bytes(b"ab" + bytes(base.SLACK)),
+        "No such file": lambda: (home / "test.tokens.bin").unlink(),
+        "manifest.json is no JSON": lambda: (home / "manifest.json").write_text("{"),
+        "allow_pickle=False": lambda: np.save(home / "test.labels.npy", pickled, allow_pickle=True),
+    }
+    for what, damage in damages.items():
         damage()
-        with pytest.raises(DataError, match=f"{tokens.parent} are damaged: delete that folder"):
+        with pytest.raises(DataError, match=rf"{home} are damaged \(.*{what}.*\): delete that folder"):
             cached(tmp_path, SPEC, [])
-    (tokens.parent / "manifest.json").write_text("{")
-    with pytest.raises(DataError, match="are damaged"):
-        cached(tmp_path, SPEC, [])
+        shutil.rmtree(home)
+        shutil.copytree(tmp_path / "whole", home)
+    assert len(cached(tmp_path, SPEC, []).splits["train"]) == 1
 
 
 def test_a_text_longer_than_the_padded_length_is_refused(tmp_path: Path) -> None:

@@ -1,19 +1,31 @@
-"""Text and Retrieval from their files: what is read, and what is refused."""
+"""Text, Retrieval and ListOps from their files: what is read, and what is refused."""
 
 import gzip
+import io
+import os
+import re
 import subprocess
 import sys
 import tarfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow_datasets as tfds
+from datasets import ClassLabel, Dataset, Features, Value
 
-from lra_data import retrieval, text
+from lra_data import listops, retrieval, text
 from lra_data.base import DataError, Task
 from tests.conftest import ROOT, write_archive, write_pairs
+from tests.data.test_base import left
 
 ALL = {"train": None, "dev": None, "test": None}
+
+
+def read_text(folder: Path, origin: Path | str | None = None, dev: str = "test") -> Task:
+    return text.load(str(folder), 64, 60, dev, ALL, 0, origin and str(origin))
 
 
 def words(task: Task, split: str, index: int) -> list[bytes]:
@@ -21,23 +33,173 @@ def words(task: Task, split: str, index: int) -> list[bytes]:
     return [bytes((row[row > 0] - 1).astype(np.uint8)) for row in ids.reshape(-1, task.spec.length)]
 
 
-def test_text_is_read_negative_and_positive_in_turn(sources: Path) -> None:
-    task = text.load(str(sources), 64, 60, "test", ALL, 0)
+def test_text_is_all_reviews_with_their_labels_cut_to_the_length(sources: Path) -> None:
+    task = read_text(sources)
     assert {name: len(split) for name, split in task.splits.items()} == {"train": 40, "dev": 40, "test": 40}
-    assert task.splits["train"].labels.tolist() == [0, 1] * 20
-    assert words(task, "train", 0)[0].startswith(b"train 0: a dull film")
-    assert words(task, "test", 3)[0].startswith(b"test 1: a fine film")
-    assert max(len(words(task, "test", i)[0]) for i in range(40)) == 60
+    reviews = [words(task, "train", i)[0] for i in range(40)]
+    assert [b"fine" in review for review in reviews] == task.splits["train"].labels.astype(bool).tolist()
+    assert {int(re.match(rb"train (\d+): ", review)[1]) for review in reviews} == set(range(20))
+    assert max(map(len, reviews)) == 60
     assert task.source == "stand-in"
 
 
-def test_text_holds_out_a_balanced_tenth_of_train(sources: Path) -> None:
-    task = text.load(str(sources), 64, 60, "held-out", ALL, 0)
-    assert {name: len(split) for name, split in task.splits.items()} == {"train": 36, "dev": 4, "test": 40}
-    assert sorted(task.splits["dev"].labels) == [0, 0, 1, 1]
-    dev, train = ({words(task, name, i)[0] for i in range(len(task.splits[name]))} for name in ("dev", "train"))
-    assert not dev & train
-    assert all(review.startswith(b"train") for review in dev)
+def test_the_order_of_text_mixes_the_labels(sources: Path) -> None:
+    """A run that takes the first examples alone should see both."""
+    labels = read_text(sources).splits["train"].labels
+    assert 3 <= labels[:20].sum() <= 17  # 20 of 40 at random: outside with p < 1e-5
+
+
+def test_text_holds_out_a_tenth_of_either_label_by_its_seed(sources: Path, tmp_path: Path) -> None:
+    held = []
+    for seed in (0, 0, 1):
+        task = text.load(str(tmp_path / str(len(held))), 64, 60, "held-out", ALL, seed, str(sources))
+        assert {name: len(split) for name, split in task.splits.items()} == {"train": 36, "dev": 4, "test": 40}
+        assert sorted(task.splits["dev"].labels) == [0, 0, 1, 1]
+        dev, train = ({words(task, name, i)[0] for i in range(len(task.splits[name]))} for name in ("dev", "train"))
+        assert not dev & train
+        assert all(review.startswith(b"train") for review in dev)
+        held.append(dev)
+    assert held[0] == held[1] != held[2]
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
+
+
+def reviews_in(archive: Path, part: str) -> list[dict]:
+    with tarfile.open(archive) as tar:
+        members = [member for member in tar if f"/{part}/" in member.name]
+        return [{"text": tar.extractfile(m).read().decode(), "label": int("/pos/" in m.name)} for m in members]
+
+
+def write_parquet(archive: Path, folder: Path) -> Path:
+    """As the hub has it."""
+    folder.mkdir(parents=True)
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    for part in text.PARTS:
+        rows = Dataset.from_list(reviews_in(archive, part)[::-1], features=features)
+        rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
+    return folder
+
+
+def write_hub_cache(archive: Path, home: Path) -> Path:
+    """As huggingface_hub keeps what it has downloaded."""
+    repository = home / "hub" / "datasets--stanfordnlp--imdb"
+    write_parquet(archive, repository / "snapshots" / "0123abc" / "plain_text")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123abc")
+    return home
+
+
+class ImdbReviews(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """tensorflow-datasets' own writer, fed with our reviews: its builder of that name downloads the real ones."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name="plain_text")]  # noqa: RUF012
+    archive = Path()
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        label = tfds.features.ClassLabel(names=["neg", "pos"])
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "label": label})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, _: object) -> dict:
+        return {part: self._generate_examples(part) for part in text.PARTS}
+
+    def _generate_examples(self, part: str) -> enumerate:
+        return enumerate(reviews_in(self.archive, part))
+
+
+def write_tfds(archive: Path, folder: Path) -> Path:
+    ImdbReviews.archive = archive
+    ImdbReviews(data_dir=str(folder), file_format="array_record").download_and_prepare()
+    return folder
+
+
+def test_every_source_of_text_gives_the_same_bytes(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them read by the library that people would use; the order of the reviews differs between them."""
+    archive = sources / text.ARCHIVE
+    monkeypatch.setenv("TFDS_DATA_DIR", str(write_tfds(archive, tmp_path / "tfds")))
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_CACHE", str(write_hub_cache(archive, tmp_path / "hf") / "hub")
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    places: list[Path | str | None] = [
+        archive,
+        sources,
+        unpack(archive, tmp_path / "unpacked"),
+        tmp_path / "unpacked" / text.UNPACKED,
+        write_parquet(archive, tmp_path / "parquet"),
+        "hub",
+        "tfds",
+    ]
+    tasks = [read_text(tmp_path / str(i), origin, "held-out") for i, origin in enumerate(places)]
+    assert len({task.fingerprint for task in tasks}) == 1
+    assert [task.manifest["origin"] for task in tasks] == [
+        "aclImdb_v1.tar.gz",
+        "aclImdb_v1.tar.gz",
+        "aclImdb/",
+        "aclImdb/",
+        "parquet/*.parquet",
+        "hub stanfordnlp/imdb",
+        "tfds imdb_reviews/plain_text",
+    ]
+    assert words(tasks[0], "train", 5) == words(tasks[-1], "train", 5)
+
+
+def test_what_was_prepared_from_elsewhere_needs_no_word_of_it_again(
+    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = read_text(tmp_path, sources)
+    assert read_text(tmp_path).fingerprint == first.fingerprint
+    assert "made anew" not in capsys.readouterr().out
+    read_text(tmp_path, write_parquet(sources / text.ARCHIVE, tmp_path / "pq"))
+    assert "was made from aclImdb_v1.tar.gz, not from pq/*.parquet: it is made anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("origin", "sentence"),
+    [
+        (
+            "hub",
+            r"stanfordnlp/imdb cannot be had \(http://127.0.0.1:9 cannot be reached\) .* put aclImdb_v1.tar.gz into",
+        ),
+        (
+            "tfds",
+            r".* is not there, and tensorflow-datasets needs TensorFlow to make it: pip install 'macformer\[tfds\]'",
+        ),
+    ],
+)
+def test_without_a_hub_nothing_is_tried_twice_and_the_way_out_is_said(
+    origin: str, sentence: str, tmp_path: Path
+) -> None:
+    """Left to itself, `datasets` tries for 23 seconds and tensorflow-datasets for 200, with a line for each try."""
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "TFDS_DATA_DIR": str(tmp_path / "tfds")}
+    failed = lra_data("prepare", "text", f"paths.data={tmp_path}", f"paths.text={origin}", **nobody)
+    assert failed.returncode == 1
+    assert re.match(f"error: paths.text={origin}: {sentence}", failed.stderr), failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where not the server but the look-up of its name hangs."""
+    monkeypatch.setattr(text, "PATIENCE", 0.1)
+    end, let_go, done = threading.Event(), [], threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        let_go.append(end.wait(60))
+        done.set()
+        raise OSError
+
+    monkeypatch.setattr("urllib.request.urlopen", hang)
+    assert not text._answers("http://nobody.invalid")
+    end.set()
+    assert done.wait(60)
+    assert let_go == [True]  # it still hung when it was given up
 
 
 def test_retrieval_is_pairs(sources: Path) -> None:
@@ -46,7 +208,32 @@ def test_retrieval_is_pairs(sources: Path) -> None:
     line = (sources / "new_aan_pairs.train.tsv").read_bytes().splitlines()[3]
     assert words(task, "train", 3) == [field[:60] for field in line.split(b"\t")[3:]]
     assert task.splits["train"].labels.tolist() == [0, 1, 0, 1, 0, 1]
-    assert task.source == "stand-in"
+    assert task.source == task.manifest["source"] == "stand-in"
+
+
+def test_retrieval_keeps_bytes_as_they_are(tmp_path: Path) -> None:
+    """No quoting, no decoding: quotes, bytes that are not UTF-8, a carriage return within."""
+    write_pairs(tmp_path, lines=2)
+    one, two = b'"a ""b"\xff\xfe\x00', b"\xc3 \r'c"
+    (tmp_path / "new_aan_pairs.eval.tsv").write_bytes(b"1\tx\ty\t" + one + b"\t" + two + b"\r\n")
+    task = retrieval.load(str(tmp_path), 64, 60, ALL)
+    assert [bytes(side) for side in task.splits["dev"].texts(0)] == [one, two]
+    assert words(task, "dev", 0) == [one, two]
+    assert task.decode(task.splits["dev"].texts(0)[0]) == '"a ""b"\ufffd\ufffd\x00'
+
+
+def test_retrieval_reads_ten_thousand_bytes_of_a_text_and_then_cuts(tmp_path: Path) -> None:
+    write_pairs(tmp_path, lines=2)
+    (tmp_path / "new_aan_pairs.test.tsv").write_text(f"0.0\tx\ty\t{'a' * 20_000}\t{'b' * 20_000}\n")
+    for max_length, expected in ((4000, 4000), (30_000, 10_000)):
+        task = retrieval.load(str(tmp_path), 30_000, max_length, ALL)
+        assert [len(side) for side in task.splits["test"].texts(0)] == [expected, expected]
+
+
+def test_retrieval_counts_as_lras_by_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pairs(tmp_path, lines=20)
+    monkeypatch.setattr(retrieval, "PAIRS", {"train": 20, "dev": 20, "test": 20})
+    assert retrieval.load(str(tmp_path / "packed"), 64, 60, ALL, str(tmp_path)).source == "lra"
 
 
 @pytest.mark.parametrize(
@@ -63,57 +250,203 @@ def test_a_bad_pair_is_named_by_file_and_line_and_leaves_nothing(line: str, comp
         file.write(line + "\n")
     with pytest.raises(DataError, match=f"new_aan_pairs.eval.tsv, {complaint}"):
         retrieval.load(str(tmp_path), 64, 60, ALL)
-    assert not list((tmp_path / "retrieval").iterdir())
+    assert not left(tmp_path / "retrieval")
 
 
-def test_a_truncated_archive_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    archive = tmp_path / text.ARCHIVE
-    write_archive(archive, reviews=200)
-    archive.write_bytes(archive.read_bytes()[:2000])
-    with pytest.raises(DataError, match=f"{text.ARCHIVE} cannot be read"):
-        text.load(str(tmp_path), 64, 60, "test", ALL, 0)
-    assert not list((tmp_path / "text").iterdir())
+def write_listops(folder: Path, end: str, extra: str = "") -> list[tuple[str, int]]:
+    """LRA's three files, with generated expressions in them."""
+    folder.mkdir(exist_ok=True)
+    drawn = [example for example, _ in zip(listops.generate(7, 10, 40), range(30), strict=False)]
+    for number, file in enumerate(listops.FILES.values()):
+        rows = [f"{source}\t{target}" for source, target in drawn[number * 10 : number * 10 + 10]]
+        content = end.join(["Source\tTarget", *rows, *([extra] if extra else []), ""])
+        (folder / file).write_bytes(content.encode())
+    return drawn
 
 
-def test_what_is_no_archive_or_another_one_is_named(tmp_path: Path) -> None:
-    archive = tmp_path / text.ARCHIVE
-    archive.write_bytes(gzip.compress(b"nothing"))
-    with pytest.raises(DataError, match="cannot be read"):
-        text.load(str(tmp_path), 64, 60, "test", ALL, 0)
+def read_listops(folder: Path, origin: Path, brackets: bool = True, examples: int = 100) -> Task:
+    sizes = {"train": examples, "dev": examples, "test": examples}
+    return listops.load(str(folder), 64, 60, 10, brackets, sizes, 0, str(origin))
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n"])
+@pytest.mark.parametrize("brackets", [True, False])
+def test_lras_listops_files_are_read(end: str, brackets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = write_listops(tmp_path, end)
+    task = read_listops(tmp_path, tmp_path, brackets)
+    assert task.source == "stand-in"
+    for split, part in zip(("train", "dev", "test"), (drawn[:10], drawn[10:20], drawn[20:]), strict=True):
+        for i, (source, target) in enumerate(part):
+            kept = source.replace("(", "").replace(")", "").replace("]", "]" if brackets else "").split()
+            assert task.decode(task.splits[split].texts(i)[0]).split() == kept
+            assert task.splits[split].labels[i] == target
+    assert len(read_listops(tmp_path, tmp_path, examples=4).splits["dev"]) == 4
+    monkeypatch.setattr(listops, "RELEASED", {"train": 10, "dev": 10, "test": 10})
+    assert read_listops(tmp_path / "other", tmp_path).source == "lra"
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("[MAX 1 2 ]", "line 12: 1 fields, not 2"),
+        ("[MAX 1 2 ]\t10", "line 12: the label '10' is not 0 to 9"),
+        ("[AVG 1 2 ]\t1", r"line 12: '\[AVG' is no token of ListOps"),
+        ("[MAX 1 12 ]\t1", "line 12: '12' is no token"),
+        ("[MAX 1 [MIN 2 ]\t1", "line 12: not one whole expression"),
+        ("\t1", "line 12: not one whole expression"),
+    ],
+)
+def test_a_bad_line_of_listops_is_named_and_leaves_nothing(line: str, complaint: str, tmp_path: Path) -> None:
+    write_listops(tmp_path / "files", "\n", line)
+    with pytest.raises(DataError, match=f"basic_train.tsv, {complaint}"):
+        read_listops(tmp_path, tmp_path / "files")
+    assert not left(tmp_path / "listops")
+
+
+def test_a_missing_listops_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"basic_train.tsv, which is not there: .* leave paths.listops out"):
+        read_listops(tmp_path, tmp_path)
+
+
+def replaced(archive: Path, change: Callable[[bytes], bytes]) -> None:
+    archive.write_bytes(change(archive.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda content: content[:2000], "cannot be read"),  # truncated
+        (lambda content: content[:-8], "cannot be read"),  # but for the checksum at the end
+        (lambda content: content[:-8] + b"\0\0\0\0" + content[-4:], "cannot be read .*CRC"),  # a wrong checksum
+        (lambda content: content[:3000] + bytes(50) + content[3050:], "cannot be read"),  # damaged within
+        (lambda _: gzip.compress(b"nothing"), "cannot be read"),
+        (lambda _: b"no archive", "cannot be read"),
+        (lambda _: b"", "cannot be read"),
+    ],
+)
+def test_a_damaged_archive_is_named_and_leaves_nothing(
+    change: Callable[[bytes], bytes], complaint: str, tmp_path: Path
+) -> None:
+    write_archive(tmp_path / text.ARCHIVE, reviews=200)
+    replaced(tmp_path / text.ARCHIVE, change)
+    with pytest.raises(DataError, match=f"{text.ARCHIVE} {complaint}"):
+        read_text(tmp_path)
+    assert not left(tmp_path / "text")
+
+
+def add(archive: Path, name: str, content: bytes = b"a review", kind: bytes = tarfile.REGTYPE) -> None:
+    """One more member in a new archive."""
     with tarfile.open(archive, "w:gz") as tar:
-        tar.add(__file__, "aclImdb/train/pos/0_9.txt")
-    with pytest.raises(DataError, match="0 negative of 1 train reviews"):
-        text.load(str(tmp_path), 64, 60, "test", ALL, 0)
+        member = tarfile.TarInfo(name)
+        member.size, member.type, member.linkname = len(content), kind, "/etc/passwd"
+        tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("../../evil.txt", tarfile.REGTYPE),
+        ("/etc/evil.txt", tarfile.REGTYPE),
+        ("aclImdb/train/pos/../../../../0_9.txt", tarfile.REGTYPE),
+        ("aclImdb/train/pos/0_9.txt", tarfile.SYMTYPE),
+        ("aclImdb/train/pos/0_9.txt", tarfile.LNKTYPE),
+    ],
+)
+def test_an_archive_that_leads_elsewhere_is_refused(name: str, kind: bytes, tmp_path: Path) -> None:
+    content = b"a review" if kind == tarfile.REGTYPE else b""
+    add(tmp_path / text.ARCHIVE, name, content, kind)
+    with pytest.raises(DataError, match=rf"its member {re.escape(name)} is a link or leads out of the archive"):
+        read_text(tmp_path)
+    assert not left(tmp_path / "text")
+
+
+def test_an_archive_of_something_else_is_named(tmp_path: Path) -> None:
+    add(tmp_path / text.ARCHIVE, "aclImdb/train/pos/0_9.txt")
+    with pytest.raises(DataError, match="train: 0 negative of 1 reviews, not one half"):
+        read_text(tmp_path)
+    add(tmp_path / text.ARCHIVE, "aclImdb/train/pos/0_9.txt", b" \n")
+    with pytest.raises(DataError, match=r"aclImdb/train/pos/0_9\.txt is empty"):
+        read_text(tmp_path)
+    add(tmp_path / text.ARCHIVE, "other/0_9.txt")
+    with pytest.raises(DataError, match="0 negative of 0 reviews"):
+        read_text(tmp_path)
+
+
+def test_a_review_keeps_its_bytes_utf8_or_not(tmp_path: Path) -> None:
+    folder = tmp_path / text.UNPACKED
+    for part in text.PARTS:
+        for sentiment in ("neg", "pos"):
+            (folder / part / sentiment).mkdir(parents=True)
+            (folder / part / sentiment / "0_5.txt").write_bytes(f"{part} {sentiment} ".encode() + b"\xff\xe9\x00")
+    task = read_text(tmp_path)
+    assert {words(task, "train", i)[0] for i in range(2)} == {b"train neg \xff\xe9\x00", b"train pos \xff\xe9\x00"}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "column", "folder"])
+def test_damaged_parquet_is_named(damage: str, sources: Path, tmp_path: Path) -> None:
+    folder = write_parquet(sources / text.ARCHIVE, tmp_path / "parquet")
+    file = folder / "train-00000-of-00001.parquet"
+    complaint = f"{file} cannot be read"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:200])
+    elif damage == "column":
+        Dataset.from_dict({"review": ["a"]}).to_parquet(file)
+    else:
+        file.unlink()
+        complaint = "has neither train/neg and train/pos, .* nor train-"
+    with pytest.raises(DataError, match=complaint):
+        read_text(tmp_path, folder)
+    assert not left(tmp_path / "text")
 
 
 def test_another_source_file_is_read_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
     for reviews in (10, 30):
         write_archive(tmp_path / text.ARCHIVE, reviews)
-        sizes.append(len(text.load(str(tmp_path), 64, 60, "test", ALL, 0).splits["train"]))
+        sizes.append(len(read_text(tmp_path).splits["train"]))
     assert sizes == [20, 60]
-    assert "changed since" in capsys.readouterr().out
+    assert "was made from another aclImdb_v1.tar.gz: it is made anew" in capsys.readouterr().out
     (tmp_path / text.ARCHIVE).unlink()  # what is packed needs no source any more
-    assert len(text.load(str(tmp_path), 64, 60, "test", ALL, 0).splits["train"]) == 60
+    assert len(read_text(tmp_path).splits["train"]) == 60
 
 
 @pytest.mark.data
 def test_the_real_archive_is_lra_text(shared_data: Path, tmp_path: Path) -> None:
-    (tmp_path / text.ARCHIVE).symlink_to(shared_data / text.ARCHIVE)
-    task = text.load(str(tmp_path), 4096, 4000, "test", ALL, 0)
+    task = text.load(str(tmp_path), 4096, 4000, "test", ALL, 0, str(shared_data))
     assert task.source == "lra"
     assert {name: len(split) for name, split in task.splits.items()} == dict.fromkeys(ALL, 25_000)
     assert task.splits["test"].labels.mean() == 0.5
     assert task.splits["train"].batch(np.arange(25_000)[::500], trim=False)[0].max() <= 256
 
 
-def prepare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lra_data", "prepare", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.mark.data
+def test_one_changed_review_is_no_longer_imdb(shared_data: Path, tmp_path: Path) -> None:
+    reviews = text._read_archive(shared_data / text.ARCHIVE)
+    assert text._arrange(reviews["train"], "train") == text.IMDB["train"]
+    review, label = reviews["train"][0]
+    reviews["train"][0] = review + b".", label
+    assert text._arrange(reviews["train"], "train") != text.IMDB["train"]
+
+
+@pytest.mark.data
+def test_the_stand_in_for_retrieval_is_marked_as_one(shared_data: Path, tmp_path: Path) -> None:
+    maker = shared_data.parent / "tools" / "make_pairs.py"
+    sizes = ["--train", "60", "--eval", "20", "--test", "20"]
+    command = [sys.executable, str(maker), "--aan", str(shared_data / "aan_small"), "--out", str(tmp_path), *sizes]
+    subprocess.run(command, check=True, capture_output=True)
+    task = retrieval.load(str(tmp_path), 4096, 4000, ALL)
+    assert task.manifest["source"] == "stand-in"
+    assert task.manifest["splits"]["train"]["labels"] == [30, 30]
+    assert task.splits["train"].lengths.max() == 4000
+
+
+def lra_data(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lra_data", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
 
 
 def test_prepare_says_what_is_ready(tmp_path: Path) -> None:
-    done = prepare("listops", "trainer=smoke", f"paths.data={tmp_path}")
+    done = lra_data("prepare", "listops", "trainer=smoke", f"paths.data={tmp_path}")
     assert done.returncode == 0
     assert done.stdout.startswith("listops is ready (generated): train 64, dev 8, test 8; fingerprint ")
 
@@ -126,13 +459,14 @@ def test_prepare_says_what_is_ready(tmp_path: Path) -> None:
     ],
 )
 def test_prepare_refuses_in_one_sentence(override: str, sentence: str) -> None:
-    failed = prepare("listops", override)
+    failed = lra_data("prepare", "listops", override)
     assert failed.returncode == 1
     assert failed.stderr.splitlines() == [sentence]
 
 
 def test_prepare_names_what_is_missing(tmp_path: Path) -> None:
-    failed = prepare("text", f"paths.data={tmp_path}")
+    failed = lra_data("prepare", "text", f"paths.data={tmp_path}")
     assert failed.returncode == 1
     assert failed.stderr.startswith(f"error: task=text needs {tmp_path}/aclImdb_v1.tar.gz, which is not there")
+    assert f"`python -m lra_data prepare text paths.data={tmp_path}`" in failed.stderr
     assert len(failed.stderr.splitlines()) == 1

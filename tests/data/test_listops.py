@@ -10,6 +10,7 @@ import pytest
 
 from lra_data import listops
 from lra_data.base import DataError
+from tests.data.test_base import left
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_lengths_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_more_examples_than_there_are_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="distinct ListOps expressions"):
         listops.load(str(tmp_path), 64, 5, 3, True, {"train": 10**6, "dev": 1, "test": 1}, seed=0)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not left(tmp_path / "listops")
 
 
 @pytest.mark.data
@@ -114,7 +115,7 @@ def test_the_official_examples_are_read_and_written_alike(shared_data: Path) -> 
 
 @pytest.mark.data
 def test_the_generator_has_the_official_law(shared_data: Path) -> None:
-    """Means of length and label frequencies of 4,000 of ours and 2,000 official ones; |z| < 5 each, p < 1e-5 in all."""
+    """Means of length and label frequencies of 4,000 of ours and 2,000 official ones; |z| < 5 each, p < 4e-5 in all."""
     ours = list(itertools.islice(listops.generate(seed=11), 4000))
     theirs = official(shared_data)
 
@@ -124,6 +125,9 @@ def test_the_generator_has_the_official_law(shared_data: Path) -> None:
 
     lengths = [[(len(source.split()) + 2) / 3 for source, _ in examples] for examples in (ours, theirs)]
     assert z(*lengths) < 5
+    assert kolmogorov_smirnov(*lengths) < 2.4  # 2 exp(-2 x 2.4^2) < 2e-5
+    for examples in (ours, theirs):
+        assert np.mean([deepest(source) == 9 for source, _ in examples]) > 0.98
     for label in range(10):
         assert z(*([float(target == label) for _, target in examples] for examples in (ours, theirs))) < 5
     for token in listops.TOKENS:
@@ -132,6 +136,18 @@ def test_the_generator_has_the_official_law(shared_data: Path) -> None:
             for examples in (ours, theirs)
         ]
         assert z(*shares) < 5
+
+
+def deepest(source: str) -> int:
+    words = source.split()
+    return max(itertools.accumulate((word in listops.TOKENS[:4]) - (word == "]") for word in words))
+
+
+def kolmogorov_smirnov(ours: list[float], theirs: list[float]) -> float:
+    """The greatest distance of the two distribution functions, scaled: above x with probability 2 exp(-2 x^2)."""
+    places = np.sort(np.concatenate([ours, theirs]))
+    below = [np.searchsorted(np.sort(values), places, "right") / len(values) for values in (ours, theirs)]
+    return float(np.abs(below[0] - below[1]).max() * np.sqrt(len(ours) * len(theirs) / (len(ours) + len(theirs))))
 
 
 def official(folder: Path) -> list[tuple[str, int]]:

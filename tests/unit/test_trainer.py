@@ -1,6 +1,8 @@
 """The loop: schedule, reproducibility, best-by-dev, failures, memory."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -222,6 +224,47 @@ def test_gradients_are_clipped_by_value_at_one(cell: Cell, monkeypatch: pytest.M
     assert 0 < small < 1e-2  # ... so that a small one is not scaled down with them
 
 
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)
+def test_the_feed_gives_every_batch_in_its_order(device: torch.device) -> None:
+    """A device other than the CPU is fed from a thread."""
+    batches = [(np.full((2, 3), i, np.int32), np.arange(i + 1)) for i in range(5)]
+    fed = list(devices.feed(device, iter(batches)))
+    assert [(ids.shape, len(labels)) for ids, labels in fed] == [((2, 3), i + 1) for i in range(5)]
+    assert {tensor.device.type for pair in fed for tensor in pair} == {device.type}
+    assert {(ids.dtype, labels.dtype) for ids, labels in fed} == {(torch.int32, torch.int64)}
+    assert list(devices.feed(device, [])) == []
+
+
+def test_one_item_is_made_ahead_and_no_more() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for i in range(10):
+            made.append((i, threading.current_thread().name))
+            yield i
+
+    ahead = devices._one_ahead(items())
+    for i in range(4):
+        assert next(ahead) == i
+        deadline = time.monotonic() + 30
+        while len(made) < i + 2 and time.monotonic() < deadline:
+            time.sleep(0.001)  # the thread is at work
+        assert [item for item, _ in made] == list(range(i + 2))
+    ahead.close()
+    assert {thread for _, thread in made}.isdisjoint({threading.main_thread().name})
+
+
+def test_what_goes_wrong_in_the_feeding_thread_is_raised_in_its_turn() -> None:
+    def items() -> Iterator[int]:
+        yield 0
+        raise MemoryError
+
+    ahead = devices._one_ahead(items())
+    assert next(ahead) == 0
+    with pytest.raises(MemoryError):
+        next(ahead)
+
+
 def test_device_choice() -> None:
     assert devices.choose("cpu").type == "cpu"
     assert devices.choose("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -235,10 +278,11 @@ def test_missing_device() -> None:
 
 @pytest.mark.parametrize("task", ["listops", "retrieval"])
 def test_trimming_changes_no_evaluation_and_buckets_train(cell: Cell, task: str) -> None:
-    config = cell(task, "rfa", "pad=trim", "bucket=true", "model.dropout=0.0")
+    config = cell(task, "rfa", "pad=trim", "bucket=true", "model.dropout=0.0", "task.data.length=256")
     result, model, loaded = fit(config)
     assert result.status == "ok"
     split = loaded.splits["test"]
+    assert split.batch(np.arange(3), trim=True)[0].shape[-1] == 64
     full, trimmed = (evaluate(model, split, np.arange(len(split)), 3, CPU, trim) for trim in (False, True))
     assert full[0].tolist() == trimmed[0].tolist()
     assert full[1] == pytest.approx(trimmed[1], rel=1e-5)

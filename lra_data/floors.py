@@ -1,0 +1,124 @@
+"""What cheap predictors reach: fitted on train, scored on dev. A model that does not beat them has learned little.
+
+`OWN` has those of each task; the commonest label and the length serve every task.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lra_data import listops
+from lra_data.base import Split, Task
+
+BINS = 20  # of a number: as many training examples in each
+RIDGE = 1.0  # of the logistic regression, on standardised features
+NEWTON_STEPS = 8
+Keys = Callable[[Split, Split], tuple[Iterable[Hashable], Iterable[Hashable]]]
+
+
+def measure(name: str, task: Task) -> dict[str, float]:
+    """The dev accuracy of each cheap predictor of task `name`."""
+    train, dev = task.splits["train"], task.splits["dev"]
+    predictors = {"majority": by_key(nothing), "length": by_key(lengths), **OWN.get(name, {})}
+    return {title: predict(train, dev) for title, predict in predictors.items()}
+
+
+def by_key(keys: Keys) -> Callable[[Split, Split], float]:
+    """The commonest training label of the examples that have the same key; of all, where a key is new."""
+
+    def accuracy(train: Split, dev: Split) -> float:
+        known, asked = keys(train, dev)
+        classes = train.spec.classes
+        counts: dict[Hashable, NDArray[np.int64]] = {}
+        for key, label in zip(known, train.labels.tolist(), strict=True):
+            counts.setdefault(key, np.zeros(classes, np.int64))[label] += 1
+        answers = {key: int(count.argmax()) for key, count in counts.items()}
+        commonest = int(np.bincount(train.labels, minlength=classes).argmax())
+        right = [answers.get(key, commonest) == label for key, label in zip(asked, dev.labels.tolist(), strict=True)]
+        return float(np.mean(right))
+
+    return accuracy
+
+
+def nothing(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+    return [0] * len(train), [0] * len(dev)
+
+
+def lengths(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+    """Of a pair, the lengths of both texts."""
+    binned = [_bins(ours, theirs) for ours, theirs in zip(train.text_lengths.T, dev.text_lengths.T, strict=True)]
+    return zip(*(ours for ours, _ in binned), strict=True), zip(*(theirs for _, theirs in binned), strict=True)
+
+
+def root_operator(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+    return train.tokens[train.offsets[:-1]].tolist(), dev.tokens[dev.offsets[:-1]].tolist()
+
+
+def root_and_digits(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+    """The root operator, and what it makes of its own digits, its nested operators left out.
+
+    Without brackets nobody can tell where a nested list ends: there, of the digits before the first nested operator.
+    """
+
+    def key(tokens: NDArray[np.uint8]) -> tuple[int, int]:
+        depth = np.cumsum((tokens < listops.ZERO) - (tokens == listops.CLOSE).astype(np.int64))
+        digits = tokens[(depth == 1) & (tokens >= listops.ZERO) & (tokens < listops.CLOSE)] - listops.ZERO
+        root = int(tokens[0])
+        return root, listops.apply(listops.TOKENS[root], digits.tolist()) if len(digits) else -1
+
+    ours, theirs = ([key(split.texts(i)[0]) for i in range(len(split))] for split in (train, dev))
+    return ours, theirs
+
+
+def byte_overlap(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+    """How many of the bytes that stand in either text stand in both."""
+
+    def overlap(split: Split) -> NDArray[np.float64]:
+        used = _histograms(split) > 0
+        first, second = used[0::2], used[1::2]
+        return (first & second).sum(1) / (first | second).sum(1)
+
+    return _bins(overlap(train), overlap(dev))
+
+
+def bag_of_bytes(train: Split, dev: Split) -> float:
+    """Logistic regression on the share of each byte in the text: Newton's method, with a ridge."""
+    shares = [_histograms(split) / split.text_lengths for split in (train, dev)]
+    mean, deviation = shares[0].mean(0), shares[0].std(0)
+    seen = deviation > 0
+    x, x_dev = (np.c_[np.ones(len(s)), (s[:, seen] - mean[seen]) / deviation[seen]] for s in shares)
+    weights = np.zeros(x.shape[1])
+    for _ in range(NEWTON_STEPS):
+        p = 1 / (1 + np.exp(-x @ weights))
+        gradient = x.T @ (p - train.labels) + RIDGE * weights
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + RIDGE * np.eye(len(weights))
+        weights -= np.linalg.solve(hessian, gradient)
+    return float(np.mean((x_dev @ weights > 0) == dev.labels))
+
+
+def _bins(train: NDArray[Any], dev: NDArray[Any]) -> tuple[list[int], list[int]]:
+    """Numbers as the places of the BINS that hold as many training examples each."""
+    edges = np.unique(np.quantile(train, np.linspace(0, 1, BINS + 1)[1:-1]))
+    return np.searchsorted(edges, train).tolist(), np.searchsorted(edges, dev).tolist()
+
+
+def _histograms(split: Split) -> NDArray[np.int32]:
+    """How often each byte stands in each text (texts, 256)."""
+    bounds = itertools.pairwise(split.offsets.tolist())
+    counts = np.empty((len(split.offsets) - 1, 256), np.int32)
+    for row, (start, end) in zip(counts, bounds, strict=True):
+        row[:] = np.bincount(split.tokens[start:end], minlength=256)
+    return counts
+
+
+OWN: dict[str, dict[str, Callable[[Split, Split], float]]] = {
+    "listops": {
+        "root operator": by_key(root_operator),
+        "root operator and its digits": by_key(root_and_digits),
+    },
+    "text": {"bag of bytes": bag_of_bytes},
+    "retrieval": {"byte-set overlap": by_key(byte_overlap)},
+}

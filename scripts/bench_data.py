@@ -1,0 +1,187 @@
+"""Measure the data: random batches against Hugging Face datasets, and how long it takes to make and to pack them.
+
+    python scripts/bench_data.py                              # some minutes and 4 GB of disk
+    python scripts/bench_data.py --imdb data/aclImdb_v1.tar.gz --pairs 2000 --output /tmp/bench
+
+How: random batches of 16 x 4096 ids, ready for the model, from our packed arrays and from `datasets` in numpy format,
+both memory-mapped from disk and warm; datasets has its rows padded and as ids already, and need do no more than read.
+In every round each has its turn, in a new order, on the same batches; a ratio is taken within a round. Making and
+packing are the programs as people run them, each in a process of its own, with its peak of resident memory.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import datasets
+import numpy as np
+
+from lra_data import base, listops, retrieval
+from lra_data.base import Split, TaskSpec
+from macformer import device as devices
+from macformer import record as records
+
+ROOT = Path(__file__).parent.parent
+BATCH, LENGTH, TEXT = 16, 4096, 4000
+TEXTS = 25_000
+ROUNDS, CALLS = 15, 100
+OFFICIAL = 5.2e-3  # seconds an expression: LRA's own generator on such a machine, as the project's notes have it
+EXPRESSIONS = 5_000
+
+
+def arms(folder: Path) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """The same texts, packed and as a data set on disk."""
+    letters = np.random.default_rng(0).integers(0, 256, (TEXTS, TEXT), np.uint8)
+    examples = [((row.tobytes(),), 0) for row in letters]
+    few: dict[str, Any] = {"train": examples, "dev": examples[:1], "test": examples[:1]}
+    spec = TaskSpec(base.BYTES, LENGTH, classes=2, paired=False)
+    packed: Split = base.cached(folder, "t", spec, {}, lambda: ("stand-in", few), base.as_text, None).splits["train"]
+
+    rows = np.zeros((TEXTS, LENGTH), np.uint16)
+    rows[:, :TEXT] = letters
+    rows[:, :TEXT] += 1
+    features = datasets.Features({"ids": datasets.Sequence(datasets.Value("uint16"), LENGTH)})
+    datasets.Dataset.from_dict({"ids": list(rows)}, features).save_to_disk(folder / "datasets")
+    hugging = datasets.load_from_disk(folder / "datasets").with_format("numpy")
+    return {
+        "packed": lambda indices: packed.batch(indices, trim=False)[0],
+        "datasets": lambda indices: hugging[indices]["ids"],
+    }
+
+
+def race(folder: Path) -> dict[str, Any]:
+    """Seconds a batch of each, one number a round."""
+    runners = arms(folder)
+    rng = np.random.default_rng(1)
+    one, other = (run(np.arange(BATCH)) for run in runners.values())
+    if not np.array_equal(one, other):
+        sys.exit("error: the two do not give the same ids: no figures")
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for round_ in range(ROUNDS + 1):
+        batches = rng.integers(0, TEXTS, (CALLS, BATCH))
+        for name in random.Random(round_).sample(sorted(runners), len(runners)):
+            begin = time.perf_counter()
+            for indices in batches:
+                runners[name](indices)
+            seconds[name].append((time.perf_counter() - begin) / CALLS)
+    return {name: taken[1:] for name, taken in seconds.items()}  # the first warms up
+
+
+def prepare(*words: str) -> dict[str, float]:
+    """`python -m lra_data prepare ...`: its seconds and its peak of resident memory, without workers; Linux alone."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lra_data", "prepare", *words], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    peak = 0
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        if found := re.search(r"VmHWM:\s+(\d+) kB", status):
+            peak = int(found[1]) * 1024
+        time.sleep(0.01)
+    if process.returncode:
+        sys.exit(f"error: prepare {' '.join(words)} failed")
+    return {"seconds": time.perf_counter() - begin, "peak_bytes": peak}
+
+
+def write_pairs(folder: Path, pairs: dict[str, int]) -> int:
+    """Files like LRA's, of letters at random, 4,500 bytes a text; returns the bytes of the train file."""
+    rng = np.random.default_rng(2)
+    pool = rng.choice(np.frombuffer(b"etaoin shrdlu ", np.uint8), 2**24).tobytes()
+    for split, file in retrieval.FILES.items():
+        with open(folder / file, "wb", buffering=2**20) as stream:
+            sizes = rng.integers(2000, 7000, (pairs[split], 2)).tolist()
+            starts = rng.integers(0, len(pool) - 7000, (pairs[split], 2)).tolist()
+            for number, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+                one, two = (pool[at : at + long] for at, long in zip(start, size, strict=True))
+                stream.write(b"%d.0\tA%d\tB%d\t%b\t%b\n" % (number % 2, number, number, one, two))
+    return (folder / retrieval.FILES["train"]).stat().st_size
+
+
+def one_core() -> float:
+    """Seconds to draw an expression of LRA's lengths and to write it as LRA's generator does, on one core."""
+    begin = time.perf_counter()
+    drawn = sum(1 for _ in itertools.islice(listops.generate(0), EXPRESSIONS))
+    return (time.perf_counter() - begin) / drawn
+
+
+def table(report: dict[str, Any]) -> str:
+    environment = report["environment"]
+    times = report["batch_seconds"]
+    ratios = [slow / fast for slow, fast in zip(times["datasets"], times["packed"], strict=True)]
+    lines = [
+        f"**The data on {environment['device_name']}, Python {environment['python']}** (`make bench-data`, commit "
+        f"{str(report['code']['commit'])[:8]})",
+        "",
+        f"Random batches of {BATCH} x {LENGTH} from {TEXTS:,} texts of {TEXT:,} bytes, warm; {ROUNDS} rounds of "
+        f"{CALLS} batches, interleaved; median (range).",
+        "",
+        "| read by | us a batch |",
+        "| --- | --: |",
+    ]
+    for name, taken in times.items():
+        lines.append(f"| {name} | {1e6 * median(taken):.0f} ({1e6 * min(taken):.0f}-{1e6 * max(taken):.0f}) |")
+    lines += [
+        f"| ratio within a round | {median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f}) |",
+        "",
+        "| made by `python -m lra_data prepare` | seconds | peak resident MiB (workers not counted) |",
+        "| --- | --: | --: |",
+    ]
+    for what, told in report["prepare"].items():
+        lines.append(f"| {what} | {told['seconds']:.1f} | {told['peak_bytes'] / 2**20:,.0f} |")
+    own = report["listops_seconds_one_core"]
+    lines += [
+        "",
+        f"One core draws and writes an expression of LRA's lengths in {1e3 * own:.2f} ms; LRA's own generator takes "
+        f"{1e3 * OFFICIAL:.1f} ms on such a machine (not measured by this script): {OFFICIAL / own:.0f} times as long.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--imdb", help="the IMDb archive, to time its packing")
+    parser.add_argument("--pairs", type=int, default=retrieval.PAIRS["train"], help="of Retrieval's train file")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "bench")
+    options = parser.parse_args()
+    device = devices.choose("cpu")
+    devices.prepare(device, 1)  # the allocator as train.py has it, for both
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        batch_seconds = race(folder)
+        paths = f"paths.data={folder}"
+        made = {"ListOps, 100,000 generated": prepare("listops", paths)}
+        if options.imdb:
+            made["Text, the IMDb archive"] = prepare("text", paths, f"paths.text={Path(options.imdb).resolve()}")
+        size = write_pairs(folder, retrieval.PAIRS | {"train": options.pairs})
+        made[f"Retrieval, a generated train file of {size / 1e9:.2f} GB"] = prepare("retrieval", paths)
+        made["Retrieval once more: the check of its sha256"] = prepare("retrieval", paths)
+    report = {
+        "code": records.code().model_dump(),
+        "environment": records.environment("cpu", devices.describe(device), 1).model_dump(),
+        "batch_seconds": batch_seconds,
+        "prepare": made,
+        "listops_seconds_one_core": one_core(),
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    for file, text in {"data.json": json.dumps(report, indent=1) + "\n", "data.md": table(report)}.items():
+        fresh = options.output / f"fresh.{file}"
+        fresh.write_text(text)
+        os.replace(fresh, options.output / file)
+    print(table(report))
+    print(f"written to {options.output}: data.json, data.md")
+
+
+if __name__ == "__main__":
+    main()

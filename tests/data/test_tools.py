@@ -1,0 +1,159 @@
+"""python -m lra_data doctor | show, and the floors: what cheap predictors reach."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lra_data import base, floors, listops
+from lra_data.base import Task, TaskSpec
+from tests.conftest import write_archive
+from tests.data.test_files import lra_data
+
+Examples = dict[str, list[base.Example]]
+ONE, PAIR = TaskSpec(512, 64, 2, paired=False), TaskSpec(512, 64, 2, paired=True)
+
+
+def task_of(folder: Path, spec: TaskSpec, examples: Examples) -> Task:
+    return base.cached(folder, "t", spec, {}, lambda: ("stand-in", examples), base.as_text, None)
+
+
+def split_up(examples: list[base.Example]) -> Examples:
+    return {"train": examples[::2], "dev": examples[1::2], "test": examples[:1]}
+
+
+def test_majority_and_length_are_fitted_on_train_and_scored_on_dev(tmp_path: Path) -> None:
+    """Long texts have label 1 in train; the dev split has other shares."""
+    train = [((b"a" * 5,), 0)] * 60 + [((b"a" * 20,), 1)] * 40
+    dev = [((b"a" * 5,), 0)] * 10 + [((b"a" * 20,), 1)] * 25 + [((b"a" * 20,), 0)] * 5
+    measured = floors.measure("no task of ours", task_of(tmp_path, ONE, {"train": train, "dev": dev, "test": dev}))
+    assert measured == {"majority": 15 / 40, "length": 35 / 40}
+
+
+def test_a_key_that_train_does_not_have_gets_the_commonest_label(tmp_path: Path) -> None:
+    splits = task_of(tmp_path, ONE, split_up([((b"a",), 1)] * 10)).splits
+    assert floors.by_key(lambda train, dev: ([0] * len(train), [9] * len(dev)))(splits["train"], splits["dev"]) == 1
+
+
+def test_bag_of_bytes_learns_from_shares_of_bytes_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+
+    def review(label: int) -> base.Example:
+        letters = rng.choice(list(b"abcd"), rng.integers(20, 60), p=[0.4, 0.2, 0.2, 0.2] if label else [0.25] * 4)
+        return (letters.astype(np.uint8).tobytes(),), label
+
+    examples = split_up([review(i // 2 % 2) for i in range(2000)])
+    scored = floors.bag_of_bytes(*(task_of(tmp_path, ONE, examples).splits[name] for name in ("train", "dev")))
+    shares = [(texts[0].count(b"a") / len(texts[0]) > 0.325) == label for texts, label in examples["dev"]]
+    assert scored == pytest.approx(np.mean(shares), abs=0.04)  # the best line through them; s.e. 0.01
+    assert scored > 0.8
+
+
+def test_byte_overlap_sees_what_two_texts_share(tmp_path: Path) -> None:
+    examples = [((b"abcd", b"badc"), 1), ((b"abcd", b"wxyz"), 0)] * 20
+    splits = task_of(tmp_path, PAIR, {"train": examples, "dev": examples, "test": examples}).splits
+    assert floors.OWN["retrieval"]["byte-set overlap"](splits["train"], splits["dev"]) == 1
+
+
+def test_the_root_and_its_digits_leave_nested_lists_out(tmp_path: Path) -> None:
+    sizes = {"train": 40, "dev": 5, "test": 5}
+    for brackets, expected in ((True, "direct"), (False, "leading")):
+        split = listops.load(str(tmp_path), 64, 60, 10, brackets, sizes, 3).splits["train"]
+        with_ = listops.load(str(tmp_path), 64, 60, 10, True, sizes, 3).splits["train"]
+        keys, _ = floors.root_and_digits(split, split)
+        for i, (root, value) in enumerate(keys):
+            words = listops.to_text(with_.texts(i)[0]).split()
+            digits, depth, nested = [], 0, False
+            for word in words:
+                depth += (word in listops.TOKENS[:4]) - (word == "]")
+                nested |= depth == 2
+                if word.isdecimal() and depth == 1 and not (nested and expected == "leading"):
+                    digits.append(word)
+            assert listops.TOKENS[root] == words[0]
+            assert value == (listops.evaluate(f"{words[0]} {' '.join(digits)} ]") if digits else -1)
+
+
+def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
+    """PAPER.md: majority 17%, root operator 36 to 37%, with its direct digits 47%; 4 standard errors of 1.1 points."""
+    small = ["task.data.examples={train:8000,dev:2000,test:10}", f"paths.data={tmp_path}", f"paths.results={tmp_path}"]
+    done = lra_data("doctor", "listops", *small)
+    assert done.returncode == 0, done.stderr
+    clean, paper = json.loads((tmp_path / "floors.json").read_text())["floors"]
+    assert (clean["task"], clean["protocol"], clean["source"]) == ("listops", "clean", "generated")
+    assert (paper["protocol"], paper["train_examples"], paper["dev_examples"]) == ("paper", 8000, 2000)
+    for entry, digits in ((clean, 0.47), (paper, 0.39)):
+        accuracy = entry["dev_accuracy"]
+        assert accuracy["majority"] == pytest.approx(0.168, abs=0.034)
+        assert accuracy["length"] == pytest.approx(0.168, abs=0.034)
+        assert accuracy["root operator"] == pytest.approx(0.365, abs=0.043)
+        assert accuracy["root operator and its digits"] == pytest.approx(digits, abs=0.045)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(
+        "listops, protocol=paper: ready. Source: generated, made from the generator; fingerprint"
+    )
+    assert [line.split()[:2] for line in lines[3:6]] == [["train", "8,000"], ["dev", "2,000"], ["test", "10"]]
+    assert "root operator and its digits" in lines[6]
+    # Once more, for one protocol: the other's floors stay.
+    assert lra_data("doctor", "listops", "protocol=clean", *small).returncode == 0
+    assert len(json.loads((tmp_path / "floors.json").read_text())["floors"]) == 2
+
+
+def test_the_doctor_names_what_is_missing_and_goes_on(tmp_path: Path) -> None:
+    write_archive(tmp_path / "aclImdb_v1.tar.gz", reviews=20)
+    done = lra_data("doctor", "retrieval", "text", f"paths.data={tmp_path}", f"paths.results={tmp_path}")
+    assert done.returncode == 1
+    assert f"retrieval: NOT READY. task=retrieval needs {tmp_path}/new_aan_pairs.train.tsv" in done.stdout
+    assert "text, protocol=clean: ready. Source: stand-in" in done.stdout
+    assert {floor["task"] for floor in json.loads((tmp_path / "floors.json").read_text())["floors"]} == {"text"}
+
+
+def test_the_doctor_finds_damage(tmp_path: Path) -> None:
+    words = ["listops", "trainer=smoke", "protocol=clean", f"paths.data={tmp_path}", f"paths.results={tmp_path}"]
+    assert lra_data("doctor", *words).returncode == 0
+    (tokens,) = tmp_path.rglob("dev.tokens.bin")
+    content = bytearray(tokens.read_bytes())
+    content[7] ^= 1
+    tokens.write_bytes(content)
+    done = lra_data("doctor", *words)
+    assert done.returncode == 1
+    assert "listops: NOT READY. the packed data in" in done.stdout
+    assert "(the sha256 of dev is" in done.stdout
+
+
+def test_the_doctor_refuses_what_it_does_not_know() -> None:
+    failed = lra_data("doctor", "images")
+    assert failed.returncode == 1
+    assert failed.stderr == "error: task=images is not known; choose of listops, retrieval, text\n"
+
+
+def test_show_prints_ids_text_and_label(sources: Path) -> None:
+    line = (sources / "new_aan_pairs.eval.tsv").read_text().splitlines()[3]
+    label, _, _, one, two = line.split("\t")
+    command = ["show", "retrieval", "--index", "3", "--split", "dev", f"paths.data={sources}"]
+    lines = lra_data(*command).stdout.splitlines()
+    assert lines[0] == f"retrieval, dev, example 3 of 20 (stand-in): label {label[0]} of 0 to 1"
+    assert lines[2] == f"{len(one.encode())} ids, then {4096 - len(one.encode()):,} of 0, which is padding:"
+    assert lines[3] == " ".join(str(byte + 1) for byte in one.encode())
+    assert [lines[i] for i in (6, 12)] == [one, two]
+
+
+def test_show_takes_overrides_on_either_side(tmp_path: Path) -> None:
+    small = ["trainer=smoke", f"paths.data={tmp_path}"]
+    first = lra_data("show", "listops", *small, "--index", "2").stdout
+    second = lra_data("show", "listops", "--index", "2", *small).stdout
+    assert first == second
+    assert "listops, train, example 2 of 64" in first
+    text = first.split("text:\n")[1]
+    assert text.startswith(("[M", "[SM"))
+    assert "]" not in text  # the paper's protocol
+    assert "]" in lra_data("show", "listops", "protocol=clean", *small).stdout
+
+
+@pytest.mark.parametrize("index", ["64", "-1"])
+def test_show_refuses_an_example_that_is_not_there(index: str, tmp_path: Path) -> None:
+    failed = lra_data("show", "listops", "--index", index, "trainer=smoke", f"paths.data={tmp_path}")
+    assert failed.returncode == 1
+    assert (
+        failed.stderr.splitlines()[-1] == f"error: --index {index}: the train split of listops has the examples 0 to 63"
+    )
