@@ -64,6 +64,9 @@ def main() -> None:
             doctor(arguments.words + rest)
     except (DataError, HydraException, OmegaConfBaseException, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        print("interrupted: nothing half-made was left behind", file=sys.stderr)
+        sys.exit(130)
 
 
 def load(name: str, overrides: list[str]) -> tuple[DictConfig, Task]:

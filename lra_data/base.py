@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -258,7 +257,9 @@ def _alone(home: Path) -> Iterator[None]:
 
 
 def _build(home: Path, settings: dict[str, Any], origin: str | None, stamps: Stamps, build: Build) -> None:
-    fresh = Path(tempfile.mkdtemp(prefix=f".{home.name}-", dir=home.parent))
+    fresh = home.parent / f".{home.name}.tmp"
+    shutil.rmtree(fresh, ignore_errors=True)  # what a killed run left
+    fresh.mkdir()
     try:
         source, splits = build()
         manifest = {

@@ -10,6 +10,7 @@ definition of the value. LRA's released files, basic_{train,val,test}.tsv, are r
 import hashlib
 import itertools
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -188,7 +189,8 @@ def _draw_many(total: int, seed: int, min_length: int, max_length: int) -> list[
     """`total` distinct expressions, drawn over all cores, with a progress line."""
     draw = partial(_draw, seed=seed, min_length=min_length, max_length=max_length)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(workers) as pool:
+    # Ctrl-C reaches the workers, too; it is for this process to say what comes of it.
+    with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
         expressions = _distinct(_in_order(pool, draw, ahead=2 * workers))
         bar = tqdm(itertools.islice(expressions, total), "generating ListOps", total, mininterval=1)
         return list(bar)

@@ -128,7 +128,9 @@ def test_a_killed_build_leaves_no_data_and_no_closed_lock(tmp_path: Path) -> Non
     process.kill()
     process.join(60)
     assert not list(tmp_path.rglob("manifest.json"))
-    assert bytes(cached(tmp_path, SPEC, [((b"b",), 0)]).splits["train"].tokens) == b"b"
+    task = cached(tmp_path, SPEC, [((b"b",), 0)])
+    assert bytes(task.splits["train"].tokens) == b"b"
+    assert [path for path in left(tmp_path / "t") if path.is_dir()] == [task.home]  # what it left is gone
 
 
 def test_data_of_another_version_are_made_anew_and_it_is_said(

@@ -1,6 +1,11 @@
 """python -m lra_data doctor | show, and the floors: what cheap predictors reach."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +13,8 @@ import pytest
 
 from lra_data import base, floors, listops
 from lra_data.base import Task, TaskSpec
-from tests.conftest import write_archive
+from tests.conftest import ROOT, write_archive
+from tests.data.test_base import left
 from tests.data.test_files import lra_data
 
 Examples = dict[str, list[base.Example]]
@@ -119,6 +125,28 @@ def test_the_doctor_finds_damage(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "listops: NOT READY. the packed data in" in done.stdout
     assert "(the sha256 of dev is" in done.stdout
+
+
+def test_an_interrupted_prepare_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    """Ctrl-C goes to the whole group, the workers included."""
+    command = [sys.executable, "-m", "lra_data", "prepare", "listops", f"paths.data={tmp_path}"]
+    process = subprocess.Popen(
+        [*command, "task.data.examples.train=10000000"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not list(tmp_path.rglob("*.tmp")):
+        time.sleep(0.05)
+    time.sleep(1)  # generating
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "interrupted: nothing half-made was left behind"
+    assert "Traceback" not in said
+    assert not left(tmp_path / "listops")
 
 
 def test_the_doctor_refuses_what_it_does_not_know() -> None:
