@@ -22,7 +22,6 @@ from lra_data.base import DATA_VERSION, SPLITS, DataError, Task
 CONFIGS = Path(__file__).parent.parent / "configs"
 TASKS = sorted(file.stem for file in (CONFIGS / "task").glob("*.yaml"))
 PROTOCOLS = sorted((file.stem for file in (CONFIGS / "protocol").glob("*.yaml")), reverse=True)  # paper first
-LENGTHS = {"min": 11, "p10": 7, "median": 8, "p90": 7, "max": 7}  # what the doctor says of them, and in what width
 EPILOG = """\
 key=value: as for train.py. Examples:
   python -m lra_data prepare listops
@@ -133,19 +132,18 @@ def doctor(words: list[str]) -> None:
 
 
 def _report(name: str, protocol: str, task: Task) -> str:
-    manifest = task.manifest
     lines = [
-        f"{name}, protocol={protocol}: ready. Source: {task.source}, made from {manifest['origin']}; fingerprint "
+        f"{name}, protocol={protocol}: ready. Source: {task.source}, made from {task.manifest.origin}; fingerprint "
         f"{task.fingerprint[:8]}",
         f"  {task.home} (data version {DATA_VERSION}); the sha256 of every split is that of its manifest",
         f"  {'split':6}{'examples':>10}   tokens: min    10%  median    90%    max    mean   labels in %",
     ]
     for split in SPLITS:
-        told = manifest["splits"][split]
-        lengths = told["lengths"]
-        numbers = "".join(f"{lengths[key]:>{width},}" for key, width in LENGTHS.items())
-        labels = " ".join(f"{100 * count / told['examples']:.1f}" for count in told["labels"])
-        lines.append(f"  {split:6}{told['examples']:>10,}   {numbers}{lengths['mean']:>8,.0f}   {labels}")
+        told = task.manifest.splits[split]
+        long = told.lengths
+        numbers = f"{long.min:>11,}{long.p10:>7,}{long.median:>8,}{long.p90:>7,}{long.max:>7,}{long.mean:>8,.0f}"
+        labels = " ".join(f"{100 * count / told.examples:.1f}" for count in told.labels)
+        lines.append(f"  {split:6}{told.examples:>10,}   {numbers}   {labels}")
     return "\n".join(lines)
 
 

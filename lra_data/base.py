@@ -20,7 +20,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from pydantic import PositiveInt
+from pydantic import BaseModel, PositiveInt, ValidationError
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
@@ -47,6 +47,37 @@ class Caps(TypedDict):
     train: PositiveInt | None
     dev: PositiveInt | None
     test: PositiveInt | None
+
+
+class Lengths(BaseModel):
+    """Tokens of a text."""
+
+    mean: float
+    min: int
+    p10: int
+    median: int
+    p90: int
+    max: int
+
+
+class Packed(BaseModel):
+    """What a split holds."""
+
+    examples: int
+    labels: list[int]  # examples of each
+    lengths: Lengths
+    sha256: str  # of its files
+
+
+class Manifest(BaseModel):
+    """What stands beside the packed data."""
+
+    data_version: int
+    source: Source
+    origin: str | None  # what it was read from
+    files: dict[str, list[int]]  # size and time of change of each of them
+    settings: dict[str, Any]  # all else that decides the packed bytes
+    splits: dict[str, Packed]
 
 
 class DataError(Exception):
@@ -116,18 +147,18 @@ class Task:
 
     spec: TaskSpec
     splits: dict[str, Split]
-    manifest: dict[str, Any]
+    manifest: Manifest
     home: Path  # the folder of the packed data
     decode: Callable[[NDArray[np.uint8]], str]  # stored bytes -> what a person reads
 
     @property
     def source(self) -> Source:
-        return self.manifest["source"]
+        return self.manifest.source
 
     @property
     def fingerprint(self) -> str:
         """sha256 of the packed bytes."""
-        checksums = "".join(self.manifest["splits"][split]["sha256"] for split in SPLITS)
+        checksums = "".join(self.manifest.splits[split].sha256 for split in SPLITS)
         return hashlib.sha256(checksums.encode()).hexdigest()
 
     def order(self, batch_size: int, seed: int, bucket: bool) -> "Batches":
@@ -222,7 +253,7 @@ def cached(
     splits = {split: _open(home, split, spec) for split in SPLITS}
     if not fresh:
         for split in SPLITS:
-            _verify(home, split, manifest["splits"][split]["sha256"])
+            _verify(home, split, manifest.splits[split].sha256)
     return Task(spec, splits, manifest, home, decode)
 
 
@@ -230,12 +261,13 @@ def _stale(home: Path, origin: str | None, stamps: Stamps) -> str | None:
     """Why the cache must be made (anew); None: it need not be."""
     if not (home / "manifest.json").exists():
         return ""
+    version = _json(home).get("data_version")
+    if version != DATA_VERSION:
+        return f"is of data version {version}, this is {DATA_VERSION}"
     manifest = _manifest(home)
-    if manifest.get("data_version") != DATA_VERSION:
-        return f"is of data version {manifest.get('data_version', 1)}, this is {DATA_VERSION}"
-    if origin and manifest["origin"] != origin:
-        return f"was made from {manifest['origin']}, not from {origin}"
-    changed = [name for name, stamp in stamps.items() if manifest["files"].get(name) != stamp]
+    if origin and manifest.origin != origin:
+        return f"was made from {manifest.origin}, not from {origin}"
+    changed = [name for name, stamp in stamps.items() if manifest.files.get(name) != stamp]
     if changed:
         return f"was made from another {', '.join(changed)}"
     return None
@@ -262,15 +294,15 @@ def _build(home: Path, settings: dict[str, Any], origin: str | None, stamps: Sta
     fresh.mkdir()
     try:
         source, splits = build()
-        manifest = {
-            "data_version": DATA_VERSION,
-            "settings": settings,
-            "source": source,
-            "origin": origin,
-            "files": stamps,
-            "splits": {split: _pack(fresh / split, examples) for split, examples in splits.items()},
-        }
-        (fresh / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        manifest = Manifest(
+            data_version=DATA_VERSION,
+            source=source,
+            origin=origin,
+            files=stamps,
+            settings=settings,
+            splits={split: _pack(fresh / split, examples) for split, examples in splits.items()},
+        )
+        (fresh / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
         shutil.rmtree(home, ignore_errors=True)
         os.rename(fresh, home)
     finally:
@@ -281,14 +313,22 @@ def _damaged(home: Path, what: str) -> DataError:
     return DataError(f"the packed data in {home} are damaged ({what}): delete that folder, and they will be made anew")
 
 
-def _manifest(home: Path) -> dict[str, Any]:
+def _json(home: Path) -> dict[str, Any]:
     try:
-        return json.loads((home / "manifest.json").read_text())
-    except ValueError:
-        raise _damaged(home, "manifest.json is no JSON") from None
+        return dict(json.loads((home / "manifest.json").read_text()))
+    except (ValueError, TypeError):
+        raise _damaged(home, "manifest.json is no JSON object") from None
 
 
-def _pack(stem: Path, examples: Iterable[Example]) -> dict[str, Any]:
+def _manifest(home: Path) -> Manifest:
+    try:
+        return Manifest.model_validate(_json(home))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(home, f"manifest.json, {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _pack(stem: Path, examples: Iterable[Example]) -> Packed:
     """Write one split as its examples come, so that a large source is never held whole. Returns what it holds."""
     sizes: list[int] = []
     labels: list[int] = []
@@ -303,16 +343,13 @@ def _pack(stem: Path, examples: Iterable[Example]) -> dict[str, Any]:
         raise DataError(f"the {stem.name} split has no examples: ask for at least one")
     np.save(f"{stem}.offsets.npy", np.cumsum([0, *sizes], dtype=np.int64))
     np.save(f"{stem}.labels.npy", np.array(labels, np.uint8))
-    quantiles = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower")
-    return {
-        "examples": len(labels),
-        "labels": np.bincount(labels).tolist(),
-        "lengths": {
-            "mean": float(np.mean(sizes)),
-            **dict(zip(("min", "p10", "median", "p90", "max"), quantiles.tolist(), strict=True)),
-        },
-        "sha256": _sha256(stem),
-    }
+    least, p10, median, p90, most = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
+    return Packed(
+        examples=len(labels),
+        labels=np.bincount(labels).tolist(),
+        lengths=Lengths(mean=float(np.mean(sizes)), min=least, p10=p10, median=median, p90=p90, max=most),
+        sha256=_sha256(stem),
+    )
 
 
 def _sha256(stem: Path) -> str:

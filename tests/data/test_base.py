@@ -157,7 +157,7 @@ def test_the_manifest_says_what_the_data_are(tmp_path: Path) -> None:
     examples = [((b"a" * (1 + i % 6),), int(i % 4 == 0)) for i in range(60)]
     task = cached(tmp_path, SPEC, examples, size=1)
     manifest = json.loads((task.home / "manifest.json").read_text())
-    assert manifest == task.manifest
+    assert manifest == task.manifest.model_dump()
     assert (manifest["data_version"], manifest["source"]) == (base.DATA_VERSION, "stand-in")
     told = manifest["splits"]["dev"]
     assert (told["examples"], told["labels"]) == (60, [45, 15])
@@ -217,12 +217,15 @@ def test_damaged_data_are_named(tmp_path: Path) -> None:
     (home,) = (path.parent for path in tmp_path.rglob("manifest.json"))
     shutil.copytree(home, tmp_path / "whole")
     pickled = np.array([{"a": 1}], object)
+    versioned = json.dumps({"data_version": base.DATA_VERSION})
     damages = {
         "the sha256 of train is": lambda: (home / "train.tokens.bin").write_bytes(b"abd" + bytes(base.SLACK)),
         "the sha256 of dev is": lambda: np.save(home / "dev.labels.npy", np.array([0], np.uint8)),
         "train has 2 tokens, not 3": lambda: (home / "train.tokens.bin").write_bytes(b"ab" + bytes(base.SLACK)),
         "No such file": lambda: (home / "test.tokens.bin").unlink(),
-        "manifest.json is no JSON": lambda: (home / "manifest.json").write_text("{"),
+        "manifest.json is no JSON object": lambda: (home / "manifest.json").write_text("{"),
+        "manifest.json is no": lambda: (home / "manifest.json").write_text("[1]"),
+        "manifest.json, source: Field required": lambda: (home / "manifest.json").write_text(versioned),
         "allow_pickle=False": lambda: np.save(home / "test.labels.npy", pickled, allow_pickle=True),
     }
     for what, damage in damages.items():

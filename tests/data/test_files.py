@@ -139,7 +139,7 @@ def test_every_source_of_text_gives_the_same_bytes(
     ]
     tasks = [read_text(tmp_path / str(i), origin, "held-out") for i, origin in enumerate(places)]
     assert len({task.fingerprint for task in tasks}) == 1
-    assert [task.manifest["origin"] for task in tasks] == [
+    assert [task.manifest.origin for task in tasks] == [
         "aclImdb_v1.tar.gz",
         "aclImdb_v1.tar.gz",
         "aclImdb/",
@@ -208,7 +208,7 @@ def test_retrieval_is_pairs(sources: Path) -> None:
     line = (sources / "new_aan_pairs.train.tsv").read_bytes().splitlines()[3]
     assert words(task, "train", 3) == [field[:60] for field in line.split(b"\t")[3:]]
     assert task.splits["train"].labels.tolist() == [0, 1, 0, 1, 0, 1]
-    assert task.source == task.manifest["source"] == "stand-in"
+    assert task.source == task.manifest.source == "stand-in"
 
 
 def test_retrieval_keeps_bytes_as_they_are(tmp_path: Path) -> None:
@@ -435,8 +435,8 @@ def test_the_stand_in_for_retrieval_is_marked_as_one(shared_data: Path, tmp_path
     command = [sys.executable, str(maker), "--aan", str(shared_data / "aan_small"), "--out", str(tmp_path), *sizes]
     subprocess.run(command, check=True, capture_output=True)
     task = retrieval.load(str(tmp_path), 4096, 4000, ALL)
-    assert task.manifest["source"] == "stand-in"
-    assert task.manifest["splits"]["train"]["labels"] == [30, 30]
+    assert task.source == "stand-in"
+    assert task.manifest.splits["train"].labels == [30, 30]
     assert task.splits["train"].lengths.max() == 4000
 
 
