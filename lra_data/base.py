@@ -247,7 +247,7 @@ def cached(
             if why is not None:
                 if why:
                     print(f"{home} {why}: it is made anew")
-                _build(home, settings, origin, stamps, build)
+                _build(home, settings, origin, stamps, build, spec.classes)
                 fresh = True
     manifest = _manifest(home)
     splits = {split: _open(home, split, spec) for split in SPLITS}
@@ -288,7 +288,9 @@ def _alone(home: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(home: Path, settings: dict[str, Any], origin: str | None, stamps: Stamps, build: Build) -> None:
+def _build(
+    home: Path, settings: dict[str, Any], origin: str | None, stamps: Stamps, build: Build, classes: int
+) -> None:
     fresh = home.parent / f".{home.name}.tmp"
     shutil.rmtree(fresh, ignore_errors=True)  # what a killed run left
     fresh.mkdir()
@@ -300,7 +302,7 @@ def _build(home: Path, settings: dict[str, Any], origin: str | None, stamps: Sta
             origin=origin,
             files=stamps,
             settings=settings,
-            splits={split: _pack(fresh / split, examples) for split, examples in splits.items()},
+            splits={split: _pack(fresh / split, examples, classes) for split, examples in splits.items()},
         )
         (fresh / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
         shutil.rmtree(home, ignore_errors=True)
@@ -328,7 +330,7 @@ def _manifest(home: Path) -> Manifest:
         raise _damaged(home, f"manifest.json, {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _pack(stem: Path, examples: Iterable[Example]) -> Packed:
+def _pack(stem: Path, examples: Iterable[Example], classes: int) -> Packed:
     """Write one split as its examples come, so that a large source is never held whole. Returns what it holds."""
     sizes: list[int] = []
     labels: list[int] = []
@@ -346,7 +348,7 @@ def _pack(stem: Path, examples: Iterable[Example]) -> Packed:
     least, p10, median, p90, most = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
     return Packed(
         examples=len(labels),
-        labels=np.bincount(labels).tolist(),
+        labels=np.bincount(labels, minlength=classes).tolist(),
         lengths=Lengths(mean=float(np.mean(sizes)), min=least, p10=p10, median=median, p90=p90, max=most),
         sha256=_sha256(stem),
     )
