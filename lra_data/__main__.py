@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -40,7 +41,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="prepare | doctor | show")
     preparing = commands.add_parser("prepare", help="pack the data of a task (train.py does it on first use, too)")
-    examining = commands.add_parser("doctor", help="what is there, if it is whole, and what cheap predictors reach")
+    examining = commands.add_parser("doctor", help="make what can be made, check it, measure its floors")
     showing = commands.add_parser("show", help="one example as the model sees it")
     for command in (preparing, showing):
         command.add_argument("task", choices=TASKS)
@@ -77,8 +78,10 @@ def load(name: str, overrides: list[str]) -> tuple[DictConfig, Task]:
         return config, make(folder=config.paths.data, origin=config.paths.get(name))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataError(f"task.data.{where}={first['input']}: {first['msg']}") from None
+        key = ".".join(map(str, first["loc"]))
+        where = {"folder": "paths.data", "origin": f"paths.{name}"}.get(key, f"task.data.{key}")
+        value = "" if first["type"] == "missing_argument" else f"={first['input']}"
+        raise DataError(f"{where}{value}: {first['msg']}") from None
 
 
 def prepare(name: str, overrides: list[str]) -> None:
@@ -116,8 +119,8 @@ def doctor(words: list[str]) -> None:
         for protocol in protocols:
             try:
                 config, task = load(name, protocol + overrides)
-            except DataError as error:
-                print(f"{name}: NOT READY. {error}\n")
+            except (DataError, OSError) as error:
+                print(f"{name}{''.join(f', {word}' for word in protocol)}: NOT READY. {error}\n")
                 ready = False
                 break
             if task.fingerprint not in seen:  # some protocols do not change a task
@@ -126,7 +129,8 @@ def doctor(words: list[str]) -> None:
                 measured = floors.measure(name, task)
                 print(_floors(task, measured))
                 file = Path(config.paths.results) / "floors.json"
-                _keep(file, name, config.protocol.name, task, measured)
+                with FileLock(Path(config.paths.data) / ".floors.lock"):
+                    _keep(file, name, config.protocol.name, task, measured)
                 print(f"  written to {file}\n")
     sys.exit(0 if ready else 1)
 
@@ -156,8 +160,9 @@ def _floors(task: Task, measured: dict[str, float]) -> str:
 
 
 def _keep(file: Path, name: str, protocol: str, task: Task, measured: dict[str, float]) -> None:
-    """Put the floors into the file; those of other data stay."""
+    """Put the floors into the file; those of other data stay, unless another data version made them."""
     entry = {
+        "data_version": DATA_VERSION,
         "task": name,
         "protocol": protocol,
         "source": task.source,
@@ -168,12 +173,12 @@ def _keep(file: Path, name: str, protocol: str, task: Task, measured: dict[str, 
     }
     try:
         known: list[dict[str, Any]] = json.loads(file.read_text())["floors"] if file.exists() else []
-        kept = [old for old in known if old["fingerprint"] != task.fingerprint]
+        kept = [old for old in known if old["fingerprint"] != task.fingerprint and old["data_version"] == DATA_VERSION]
+        ordered = sorted([*kept, entry], key=lambda floor: (floor["task"], floor["protocol"], floor["fingerprint"]))
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{file} is damaged: delete it, and it will be made anew") from None
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    ordered = sorted([*kept, entry], key=lambda floor: (floor["task"], floor["protocol"], floor["fingerprint"]))
     fresh.write_text(json.dumps({"floors": ordered}, indent=2) + "\n")
     os.replace(fresh, file)
 

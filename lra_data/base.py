@@ -5,12 +5,13 @@ the stored byte + 1 (which would not fit a byte), and 0 is padding.
 """
 
 import hashlib
+import io
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import BaseModel, PositiveInt, ValidationError, field_validator
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
@@ -78,6 +79,13 @@ class Manifest(BaseModel):
     files: dict[str, list[int]]  # size and time of change of each of them
     settings: dict[str, Any]  # all else that decides the packed bytes
     splits: dict[str, Packed]
+
+    @field_validator("splits")
+    @classmethod
+    def all_three(cls, splits: dict[str, Packed]) -> dict[str, Packed]:
+        if splits.keys() != set(SPLITS):
+            raise ValueError(f"not {', '.join(SPLITS)}")
+        return splits
 
 
 class DataError(Exception):
@@ -214,6 +222,7 @@ class Batches:
 
 Example = tuple[tuple[bytes, ...], int]  # (one text or two, label)
 Stamps = dict[str, list[int]]  # name of a file: its size and when it was changed
+NO_FILES: Mapping[str, Path] = {}
 Build = Callable[[], tuple[Source, dict[str, Iterable[Example]]]]
 
 
@@ -225,52 +234,60 @@ def cached(
     build: Build,
     decode: Callable[[NDArray[np.uint8]], str],
     origin: str | None,
-    files: Iterable[Path] = (),
+    files: Mapping[str, Path] = NO_FILES,
 ) -> Task:
     """The task packed under folder/name/<hash of settings>, built there first if need be.
 
     `settings` is all that decides the packed bytes, but for where they come from: `origin`, and the `files` or folders
-    that are read. If these are not those that the cache was made from, or another version of this program made it, it
-    is made anew. None and no files: whatever it was made from is welcome. `build` gives the source and the examples of
-    each split.
+    that are read, by name. If these are not those that the cache was made from, or another version of this program
+    made it, it is made anew. None and no files: whatever it was made from is welcome. `build` gives the source and the
+    examples of each split.
     Of several runs that want the same data, one builds and the others wait. The result is written under a temporary
     name and renamed: a killed run leaves no half-made cache behind. What is there is checked against its sha256.
     """
+    if spec.length > SLACK:
+        raise DataError(f"task.data.length={spec.length} is too long: at most {SLACK}")
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     home = Path(folder) / name / key
-    stamps: Stamps = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.exists()}
-    fresh = False
-    if _stale(home, origin, stamps) is not None:
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(home):
-            why = _stale(home, origin, stamps)  # another run may have built it meanwhile
-            if why is not None:
-                if why:
-                    print(f"{home} {why}: it is made anew")
-                _build(home, settings, origin, stamps, build, spec.classes)
-                fresh = True
-    manifest = _manifest(home)
-    splits = {split: _open(home, split, spec) for split in SPLITS}
-    if not fresh:
-        for split in SPLITS:
-            _verify(home, split, manifest.splits[split].sha256)
-    return Task(spec, splits, manifest, home, decode)
+    found = {title: file.stat() for title, file in files.items() if file.exists()}
+    stamps: Stamps = {title: [stat.st_size, stat.st_mtime_ns] for title, stat in found.items()}
+
+    def opened(manifest: Manifest) -> Task:
+        splits = {split: _open(home, split, spec, manifest.splits[split].sha256) for split in SPLITS}
+        return Task(spec, splits, manifest, home, decode)
+
+    with suppress(DataError):  # another run may be replacing it just now: look again when that is over
+        manifest = _manifest(home, origin, stamps)
+        if isinstance(manifest, Manifest):
+            return opened(manifest)  # without a lock: the folder may be read-only
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(home):
+        manifest = _manifest(home, origin, stamps)
+        if isinstance(manifest, str):
+            if manifest:
+                print(f"{home} {manifest}: it is made anew")
+            manifest = _build(home, settings, origin, stamps, build, spec.classes)
+        return opened(manifest)
 
 
-def _stale(home: Path, origin: str | None, stamps: Stamps) -> str | None:
-    """Why the cache must be made (anew); None: it need not be."""
-    if not (home / "manifest.json").exists():
+def _manifest(home: Path, origin: str | None, stamps: Stamps) -> Manifest | str:
+    """The manifest of data that fit, or why they must be made; they are not there needs no word."""
+    try:
+        told = json.loads((home / "manifest.json").read_text())
+        if told["data_version"] != DATA_VERSION:
+            return f"is of data version {told['data_version']}, this is {DATA_VERSION}"
+        manifest = Manifest.model_validate(told)
+    except FileNotFoundError:
         return ""
-    version = _json(home).get("data_version")
-    if version != DATA_VERSION:
-        return f"is of data version {version}, this is {DATA_VERSION}"
-    manifest = _manifest(home)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(home, f"manifest.json, {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (ValueError, TypeError, KeyError):
+        raise _damaged(home, "manifest.json is no manifest") from None
     if origin and manifest.origin != origin:
         return f"was made from {manifest.origin}, not from {origin}"
-    changed = [name for name, stamp in stamps.items() if manifest.files.get(name) != stamp]
-    if changed:
-        return f"was made from another {', '.join(changed)}"
-    return None
+    changed = [title for title, stamp in stamps.items() if manifest.files.get(title) != stamp]
+    return f"was made from another {', '.join(changed)}" if changed else manifest
 
 
 @contextmanager
@@ -290,7 +307,7 @@ def _alone(home: Path) -> Iterator[None]:
 
 def _build(
     home: Path, settings: dict[str, Any], origin: str | None, stamps: Stamps, build: Build, classes: int
-) -> None:
+) -> Manifest:
     fresh = home.parent / f".{home.name}.tmp"
     shutil.rmtree(fresh, ignore_errors=True)  # what a killed run left
     fresh.mkdir()
@@ -307,80 +324,71 @@ def _build(
         (fresh / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
         shutil.rmtree(home, ignore_errors=True)
         os.rename(fresh, home)
+    except OSError as error:
+        if error.filename:
+            raise
+        raise DataError(f"{home} cannot be written ({error}): make room, or choose another paths.data") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+    return manifest
 
 
 def _damaged(home: Path, what: str) -> DataError:
     return DataError(f"the packed data in {home} are damaged ({what}): delete that folder, and they will be made anew")
 
 
-def _json(home: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((home / "manifest.json").read_text()))
-    except (ValueError, TypeError):
-        raise _damaged(home, "manifest.json is no JSON object") from None
-
-
-def _manifest(home: Path) -> Manifest:
-    try:
-        return Manifest.model_validate(_json(home))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _damaged(home, f"manifest.json, {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
 def _pack(stem: Path, examples: Iterable[Example], classes: int) -> Packed:
     """Write one split as its examples come, so that a large source is never held whole. Returns what it holds."""
     sizes: list[int] = []
     labels: list[int] = []
+    digest = hashlib.sha256()
     with open(f"{stem}.tokens.bin", "wb", buffering=2**20) as file:
         for texts, label in examples:
             labels.append(label)
             for text in texts:
                 sizes.append(len(text))
                 file.write(text)
+                digest.update(text)
         file.write(bytes(SLACK))
+        digest.update(bytes(SLACK))
     if not labels:
-        raise DataError(f"the {stem.name} split has no examples: ask for at least one")
-    np.save(f"{stem}.offsets.npy", np.cumsum([0, *sizes], dtype=np.int64))
-    np.save(f"{stem}.labels.npy", np.array(labels, np.uint8))
+        raise DataError(f"the {stem.name} split has no examples: its source is empty")
+    arrays: dict[str, NDArray[Any]] = {
+        "offsets": np.cumsum([0, *sizes], dtype=np.int64),
+        "labels": np.array(labels, np.uint8),
+    }
+    for part, array in arrays.items():
+        content = io.BytesIO()
+        np.save(content, array)
+        Path(f"{stem}.{part}.npy").write_bytes(content.getbuffer())
+        digest.update(content.getbuffer())
     least, p10, median, p90, most = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
     return Packed(
         examples=len(labels),
         labels=np.bincount(labels, minlength=classes).tolist(),
         lengths=Lengths(mean=float(np.mean(sizes)), min=least, p10=p10, median=median, p90=p90, max=most),
-        sha256=_sha256(stem),
+        sha256=digest.hexdigest(),
     )
 
 
-def _sha256(stem: Path) -> str:
-    """Of the three files of a split. Read as files: pages of a memory map would count as this process's memory."""
-    digest = hashlib.sha256()
-    for part in ("tokens.bin", "offsets.npy", "labels.npy"):
-        with open(f"{stem}.{part}", "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _verify(home: Path, name: str, expected: str) -> None:
-    found = _sha256(home / name)
-    if found != expected:
-        raise _damaged(home, f"the sha256 of {name} is {found[:8]}..., not {expected[:8]}...")
-
-
-def _open(home: Path, name: str, spec: TaskSpec) -> Split:
+def _open(home: Path, name: str, spec: TaskSpec, expected: str) -> Split:
+    """The split, if it is what its manifest says. What is checked is what is used, even if a run replaces the files."""
     try:
-        # A plain array on the mapped file: slices of np.memmap itself take twice as long.
-        mapped = np.asarray(np.memmap(home / f"{name}.tokens.bin", np.uint8, mode="r"))
-        offsets, labels = (np.load(home / f"{name}.{part}.npy") for part in ("offsets", "labels"))
+        with open(home / f"{name}.tokens.bin", "rb") as file:
+            digest = hashlib.sha256()
+            while piece := file.read(2**20):  # not through the map: its pages would count as this process's memory
+                digest.update(piece)
+            mapped = np.memmap(file, np.uint8, mode="r")
+        contents = [(home / f"{name}.{part}.npy").read_bytes() for part in ("offsets", "labels")]
     except (OSError, ValueError) as error:
         raise _damaged(home, str(error)) from None
-    if len(mapped) != offsets[-1] + SLACK:
-        raise _damaged(home, f"{name} has {len(mapped) - SLACK} tokens, not {offsets[-1]}")
-    if spec.length > SLACK:
-        raise DataError(f"task.data.length={spec.length} is too long: at most {SLACK}")
-    split = Split(mapped[: offsets[-1]], sliding_window_view(mapped, spec.length), offsets, labels, spec)
+    for content in contents:
+        digest.update(content)
+    if digest.hexdigest() != expected:
+        raise _damaged(home, f"the sha256 of {name} is {digest.hexdigest()[:8]}..., not {expected[:8]}...")
+    offsets, labels = (np.load(io.BytesIO(content)) for content in contents)
+    tokens = np.asarray(mapped)  # slices of np.memmap itself take twice as long
+    split = Split(tokens[: offsets[-1]], sliding_window_view(tokens, spec.length), offsets, labels, spec)
     longest = int(split.lengths.max())
     if longest > spec.length:
         raise DataError(
@@ -406,13 +414,24 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
             bar.update(len(line))
 
 
-def require(task: str, folder: str | Path, files: Iterable[Path], what: str) -> None:
+def bytes_spec(length: int, max_length: int, paired: bool) -> TaskSpec:
+    """Of a task of two classes whose texts are bytes, at most max_length of them."""
+    if max_length > length:
+        raise DataError(f"task.data.length={length} is too short for task.data.max_length={max_length}: raise it")
+    return TaskSpec(BYTES, length, classes=2, paired=paired)
+
+
+def require(task: str, folder: str, origin: str | None, files: Iterable[Path], what: str) -> None:
     """All the files, or one sentence on how to get there."""
     for file in files:
         if not file.is_file():
-            raise DataError(f"task={task} needs {file}, which is not there: {what}, then run `{command(task, folder)}`")
+            raise DataError(
+                f"task={task} needs the file {file}, which is not there: {what}, "
+                f"then run `{command(task, folder, origin)}`"
+            )
 
 
-def command(task: str, folder: str | Path) -> str:
-    """What prepares a task's data in `folder`."""
-    return f"python -m lra_data prepare {task}" + ("" if str(folder) == "data" else f" paths.data={folder}")
+def command(task: str, folder: str, origin: str | None) -> str:
+    """What prepares a task's data, with the keys that it was asked for with."""
+    keys = ("" if folder == "data" else f" paths.data={folder}") + (f" paths.{task}={origin}" if origin else "")
+    return f"python -m lra_data prepare {task}{keys}"

@@ -77,7 +77,9 @@ def byte_overlap(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable
     """How many of the bytes that stand in either text stand in both."""
 
     def overlap(split: Split) -> NDArray[np.float64]:
-        used = _histograms(split) > 0
+        used = np.zeros((2 * len(split), 256), bool)
+        for row, (start, end) in zip(used, itertools.pairwise(split.offsets.tolist()), strict=True):
+            row[split.tokens[start:end]] = True
         first, second = used[0::2], used[1::2]
         return (first & second).sum(1) / (first | second).sum(1)
 
@@ -86,7 +88,13 @@ def byte_overlap(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable
 
 def bag_of_bytes(train: Split, dev: Split) -> float:
     """Logistic regression on the share of each byte in the text: Newton's method, with a ridge."""
-    shares = [_histograms(split) / split.text_lengths for split in (train, dev)]
+
+    def share(split: Split) -> NDArray[np.float64]:
+        bounds = itertools.pairwise(split.offsets.tolist())
+        counts = [np.bincount(split.tokens[start:end], minlength=256) for start, end in bounds]
+        return np.array(counts) / split.text_lengths
+
+    shares = [share(split) for split in (train, dev)]
     mean, deviation = shares[0].mean(0), shares[0].std(0)
     seen = deviation > 0
     x, x_dev = (np.c_[np.ones(len(s)), (s[:, seen] - mean[seen]) / deviation[seen]] for s in shares)
@@ -103,15 +111,6 @@ def _bins(train: NDArray[Any], dev: NDArray[Any]) -> tuple[list[int], list[int]]
     """Numbers as the places of the BINS that hold as many training examples each."""
     edges = np.unique(np.quantile(train, np.linspace(0, 1, BINS + 1)[1:-1]))
     return np.searchsorted(edges, train).tolist(), np.searchsorted(edges, dev).tolist()
-
-
-def _histograms(split: Split) -> NDArray[np.int32]:
-    """How often each byte stands in each text (texts, 256)."""
-    bounds = itertools.pairwise(split.offsets.tolist())
-    counts = np.empty((len(split.offsets) - 1, 256), np.int32)
-    for row, (start, end) in zip(counts, bounds, strict=True):
-        row[:] = np.bincount(split.tokens[start:end], minlength=256)
-    return counts
 
 
 OWN: dict[str, dict[str, Callable[[Split, Split], float]]] = {

@@ -7,10 +7,12 @@ Trees are drawn, laid out and evaluated many at once, level by level, with numpy
 definition of the value. LRA's released files, basic_{train,val,test}.tsv, are read too.
 """
 
+import ctypes
 import hashlib
 import itertools
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -35,6 +37,7 @@ VOCABULARY = 32  # the base code's embedding table
 CHUNK = 2048  # trees drawn at once; part of what a seed means
 FILES = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}  # of LRA's release
 RELEASED = {"train": 96_000, "dev": 2_000, "test": 2_000}  # expressions in them; any others are a stand-in
+PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 DRY_CHUNKS = 50  # so many chunks in a row without a new expression: there are no more to be had
 
 Expression = tuple[NDArray[np.uint8], int]
@@ -129,17 +132,17 @@ def load(
 
     if origin:
         paths = {split: Path(origin) / FILES[split] for split in base.SPLITS}
+        base.require("listops", folder, origin, paths.values(), "put LRA's there, or leave paths.listops out")
 
         def read() -> tuple[Source, dict[str, Iterable[Example]]]:
-            base.require("listops", folder, paths.values(), "put LRA's there, or leave paths.listops out")
             found = {split: list(_read(path)) for split, path in paths.items()}
             real = {split: len(expressions) for split, expressions in found.items()} == RELEASED
             return "lra" if real else "stand-in", {
                 split: texts(itertools.islice(found[split], sizes[split])) for split in base.SPLITS
             }
 
-        where = "basic_{train,val,test}.tsv"
-        return base.cached(folder, "listops", spec, shared, read, to_text, where, paths.values())
+        files = {path.name: path for path in paths.values()}
+        return base.cached(folder, "listops", spec, shared, read, to_text, "basic_{train,val,test}.tsv", files)
 
     longest = max_length - 1
     if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
@@ -178,22 +181,35 @@ def _read(path: Path) -> Iterator[Expression]:
         if unknown is not None:
             raise DataError(f"{path}, line {number}: {unknown.decode(errors='replace')!r} is no token of ListOps")
         tokens = np.array([codes[word] for word in words], np.uint8)
-        if not words or np.count_nonzero(tokens < ZERO) != np.count_nonzero(tokens == CLOSE):
+        if not _whole(tokens):
             raise DataError(f"{path}, line {number}: not one whole expression")
         if len(target) != 1 or not target.isdigit():
             raise DataError(f"{path}, line {number}: the label {target.decode(errors='replace')!r} is not 0 to 9")
         yield tokens, int(target)
 
 
+def _whole(tokens: NDArray[np.uint8]) -> bool:
+    """One expression: its root is open until the last token, and no list is empty."""
+    opens, closes = tokens < ZERO, tokens == CLOSE
+    depth = np.cumsum(opens.astype(np.int64) - closes)
+    return bool(len(tokens) and (depth[:-1] > 0).all() and depth[-1] == 0 and not (opens[:-1] & closes[1:]).any())
+
+
 def _draw_many(total: int, seed: int, min_length: int, max_length: int) -> list[Expression]:
     """`total` distinct expressions, drawn over all cores, with a progress line."""
     draw = partial(_draw, seed=seed, min_length=min_length, max_length=max_length)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Ctrl-C reaches the workers, too; it is for this process to say what comes of it.
-    with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+    with ProcessPoolExecutor(workers, initializer=_obey_the_parent) as pool:
         expressions = _distinct(_in_order(pool, draw, ahead=2 * workers))
         bar = tqdm(itertools.islice(expressions, total), "generating ListOps", total, mininterval=1)
         return list(bar)
+
+
+def _obey_the_parent() -> None:
+    """Ctrl-C reaches the workers, too: it is for the parent to act on it. If that is killed, they must not live on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _in_order(

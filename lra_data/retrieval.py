@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import PositiveInt, validate_call
 
 from lra_data import base
-from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
+from lra_data.base import Caps, DataError, Example, Source, Task
 
 PARTS = ("train", "eval", "test")
 FILES = {split: f"new_aan_pairs.{part}.tsv" for split, part in zip(base.SPLITS, PARTS, strict=True)}
@@ -29,18 +29,26 @@ def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Ca
     """
     paths = {split: Path(origin or folder) / FILES[split] for split in base.SPLITS}
     limits: dict[str, Any] = {**examples}
+    spec = base.bytes_spec(length, max_length, paired=True)
+
+    def require() -> None:
+        base.require("retrieval", folder, origin, paths.values(), f"put LRA's {', '.join(FILES.values())} there")
+
+    if origin:  # a place that was named must be there, packed data or not
+        require()
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        base.require("retrieval", folder, paths.values(), f"put LRA's {', '.join(FILES.values())} there")
+        require()
         real = all(_lines(paths[split]) == PAIRS[split] for split in base.SPLITS)
         return "lra" if real else "stand-in", {
             split: itertools.islice(_read(path, min(READ, max_length)), limits[split]) for split, path in paths.items()
         }
 
     settings = {"max_length": max_length, "examples": limits}
-    spec = TaskSpec(base.BYTES, length, classes=2, paired=True)
-    where = "new_aan_pairs.{train,eval,test}.tsv"
-    return base.cached(folder, "retrieval", spec, settings, build, base.as_text, where, paths.values())
+    files = {path.name: path for path in paths.values()}
+    return base.cached(
+        folder, "retrieval", spec, settings, build, base.as_text, "new_aan_pairs.{train,eval,test}.tsv", files
+    )
 
 
 def _lines(path: Path) -> int:

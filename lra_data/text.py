@@ -5,8 +5,10 @@ of its parquet files), and tensorflow-datasets. None of the three has the order 
 into one of their own, by the sha256 of their bytes: the packed data are the same, wherever they came from.
 """
 
+import glob
 import gzip
 import hashlib
+import http.client
 import importlib.util
 import itertools
 import logging
@@ -17,16 +19,16 @@ import threading
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-from pydantic import PositiveInt, validate_call
+from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
 from lra_data import base
-from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
+from lra_data.base import Caps, DataError, Example, Source, Task
 
 ARCHIVE, UNPACKED = "aclImdb_v1.tar.gz", "aclImdb"
 ARCHIVE_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
@@ -39,8 +41,9 @@ IMDB = {
     "train": "ded911cbb54d409e192021595d3b8a40176b35ab663af0fb8b6bfd7acf9bbf06",
     "test": "340290e10a3478d6774f31c5cfcb1976477898ff4c4d4527023973092ae394df",
 }
-PATIENCE = 3.0  # seconds for a hub to answer
-_MEMBER = re.compile(r"(?:\./)?aclImdb/(train|test)/(neg|pos)/\d+_\d+\.txt")
+PATIENCE = 2.0  # seconds for a hub to answer
+_FILE = re.compile(r"\d+_\d+\.txt")  # number and rating
+_MEMBER = re.compile(rf"(?:\./)?aclImdb/(train|test)/(neg|pos)/{_FILE.pattern}")
 Reviews = dict[str, list[tuple[bytes, int]]]  # of each part: (review, label)
 
 
@@ -51,21 +54,23 @@ def load(
     max_length: PositiveInt,
     dev: Literal["test", "held-out"],
     examples: Caps,
-    seed: int,
+    seed: NonNegativeInt,
     origin: str | None = None,
 ) -> Task:
     """IMDb packed on first use from `origin`.
 
-    origin: an archive or a folder, "hub" or "tfds"; by default aclImdb_v1.tar.gz or aclImdb/ in `folder`.
+    origin: an archive or a folder, "hub" or "tfds"; by default aclImdb_v1.tar.gz or aclImdb/ in `folder`. Of a folder
+    of reviews, a new or missing file is noticed when it was packed before; a changed one is not.
     dev="test" is the base code's (the dev split IS the test split); "held-out" takes a seeded tenth of the
     training reviews, the same share of either label. `examples` caps the splits; null = all.
     """
     limits: dict[str, Any] = {**examples}
+    spec = base.bytes_spec(length, max_length, paired=False)
     name, files, read = _place(folder, origin)
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
         reviews = read()
-        digests = {part: _arrange(reviews[part], f"{name}, {part}") for part in PARTS}
+        digests = {part: _arrange(reviews[part], f"{name} in {origin or folder}, {part}") for part in PARTS}
         train, test = reviews["train"], reviews["test"]
         held = test
         if dev == "held-out":
@@ -84,42 +89,44 @@ def load(
         "examples": limits,
         "seed": seed if dev == "held-out" else None,
     }
-    spec = TaskSpec(base.BYTES, length, classes=2, paired=False)
     return base.cached(folder, "text", spec, settings, build, base.as_text, name, files)
 
 
-def _place(folder: str, origin: str | None) -> tuple[str | None, list[Path], Callable[[], Reviews]]:
+def _place(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path], Callable[[], Reviews]]:
     """Name of the place, the files there, and what reads them."""
-    if origin == "hub":
-        return f"hub {HUB}", [], lambda: _read_parquet(_download())
+    if origin in ("hub", HUB):
+        return f"hub {HUB}", {}, lambda: _read_parquet(_download())
     if origin == "tfds":
-        return f"tfds {TFDS}", [], _read_tfds
+        return f"tfds {TFDS}", {}, _read_tfds
     root = Path(origin or folder)
     places = [root / ARCHIVE, root / UNPACKED] + ([root] if origin else [])
     path = next((path for path in places if path.exists()), None)
     if path is None:
 
         def missing() -> NoReturn:
-            prepare = base.command("text", folder)
             raise DataError(
                 f"task=text needs {origin or places[0]}, which is not there: put the IMDb archive there (Large Movie "
-                f"Review Dataset v1.0), then run `{prepare}`; or run it with paths.text=hub (Hugging Face) or =tfds"
+                f"Review Dataset v1.0), then run `{base.command('text', folder, origin)}`; or run it with "
+                "paths.text=hub (Hugging Face) or paths.text=tfds"
             )
 
-        return None, [], missing
+        if origin:  # a place that was named must be there, packed data or not
+            missing()
+        return None, {}, missing
     if path.is_file():
-        return path.name, [path], lambda: _read_archive(path)
-    leaves = [path / part / sentiment for part in PARTS for sentiment in ("neg", "pos")]
-    if leaves[0].is_dir():
+        return path.name, {path.name: path}, lambda: _read_archive(path)
+    leaves = {f"{part}/{sentiment}": path / part / sentiment for part in PARTS for sentiment in ("neg", "pos")}
+    if leaves["train/neg"].is_dir():
         return f"{path.name}/", leaves, lambda: _read_folder(path)
-    return f"{path.name}/*.parquet", sorted(path.rglob("*.parquet")), lambda: _read_parquet(path)
+    parquet = {str(file.relative_to(path)): file for file in sorted(path.rglob("*.parquet"))}
+    return f"{path.name}/*.parquet", parquet, lambda: _read_parquet(path)
 
 
 def _arrange(reviews: list[tuple[bytes, int]], where: str) -> str:
     """Check the reviews of a part, put them into our order, and return the sha256 of what they are."""
-    labels = [label for _, label in reviews]
-    if not reviews or 2 * labels.count(0) != len(labels) or 2 * labels.count(1) != len(labels):
-        raise DataError(f"{where}: {labels.count(0)} negative of {len(labels)} reviews, not one half; get them again")
+    positive = sum(label for _, label in reviews)
+    if not reviews or 2 * positive != len(reviews):
+        raise DataError(f"{where}: {positive} positive of {len(reviews)} reviews, not one half; get the data again")
     keyed = sorted((hashlib.sha256(review).digest() + bytes([label]), review, label) for review, label in reviews)
     reviews[:] = [(review, label) for _, review, label in keyed]
     return hashlib.sha256(b"".join(key for key, _, _ in keyed)).hexdigest()
@@ -167,24 +174,18 @@ def _read_archive(archive: Path) -> Reviews:
 
 def _read_folder(folder: Path) -> Reviews:
     """The unpacked archive."""
-    return {
-        part: [
-            (_review(file.read_bytes(), str(file)), label)
-            for label, sentiment in enumerate(("neg", "pos"))
-            for file in tqdm(
-                list((folder / part / sentiment).glob("*_*.txt")),
-                f"reading {folder.name}/{part}/{sentiment}",
-                unit=" files",
-                mininterval=1,
-            )
-        ]
-        for part in PARTS
-    }
+    found: Reviews = {part: [] for part in PARTS}
+    for part in PARTS:
+        for label, sentiment in enumerate(("neg", "pos")):
+            files = [file for file in (folder / part / sentiment).iterdir() if _FILE.fullmatch(file.name)]
+            for file in tqdm(files, f"reading {part}/{sentiment}", unit=" files", mininterval=1):
+                found[part].append((_review(file.read_bytes(), str(file)), label))
+    return found
 
 
 def _read_parquet(folder: Path) -> Reviews:
     """The hub's layout: train-*.parquet and test-*.parquet, in `folder` or below, with columns text and label."""
-    files = {part: sorted(str(file) for file in folder.rglob(f"{part}*.parquet")) for part in PARTS}
+    files = {part: sorted(glob.escape(str(file)) for file in folder.rglob(f"{part}*.parquet")) for part in PARTS}
     for part in PARTS:
         if not files[part]:
             raise DataError(
@@ -194,16 +195,27 @@ def _read_parquet(folder: Path) -> Reviews:
 
     import datasets  # takes seconds
 
-    def rows(part: str) -> Iterator[tuple[bytes, int]]:
+    found: Reviews = {part: [] for part in PARTS}
+    for part in PARTS:
         try:
             # Streaming: nothing is copied into a cache of its own.
-            stream = datasets.load_dataset("parquet", data_files=files, split=part, streaming=True)
-            for row in tqdm(stream, f"reading {part} of {folder.name}", unit=" reviews", mininterval=1):
-                yield row["text"].encode(), row["label"]
-        except Exception as error:  # of pyarrow, fsspec, datasets, or a column that is not there
-            raise DataError(f"{', '.join(files[part])} cannot be read ({error!r}); get the files again") from None
+            rows = datasets.load_dataset("parquet", data_files=files, split=part, streaming=True)
+            for number, row in enumerate(tqdm(rows, f"reading {part}", unit=" reviews", mininterval=1)):
+                found[part].append(_row(row["text"], row["label"], f"{folder}, {part}, row {number}"))
+        except DataError:
+            raise
+        except Exception as error:  # of pyarrow, fsspec or datasets, or a column that is not there
+            raise DataError(f"{folder}, {part}: its files cannot be read ({error!r}); get them again") from None
+    return found
 
-    return {part: [(_review(text, f"a review in {folder}"), label) for text, label in rows(part)] for part in PARTS}
+
+def _row(text: Any, label: Any, where: str) -> tuple[bytes, int]:
+    """A review out of a table."""
+    if not isinstance(text, str | bytes):
+        raise DataError(f"{where}: the text is {text!r}; get the data again")
+    if label not in (0, 1):
+        raise DataError(f"{where}: the label is {label!r}, not 0 or 1; get the data again")
+    return _review(text.encode() if isinstance(text, str) else text, where), int(label)
 
 
 def _download() -> Path:
@@ -231,38 +243,39 @@ def _read_tfds() -> Reviews:
     import tensorflow_datasets as tfds
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of a folder that is not there
-    home = os.environ.get("TFDS_DATA_DIR")  # else its default; read here, not when it is imported
-    builder = tfds.builder(TFDS, data_dir=home)
     instead = f"put {ARCHIVE} into paths.data instead"
     tensorflow = importlib.util.find_spec("tensorflow")
-    if not builder.is_prepared():
-        if not tensorflow:
+    found: Reviews = {part: [] for part in PARTS}
+    try:
+        home = os.environ.get("TFDS_DATA_DIR")  # else its default; read here, not when it is imported
+        builder = tfds.builder(TFDS, data_dir=home)
+        if not builder.is_prepared():
+            if not tensorflow:
+                raise DataError(
+                    f"paths.text=tfds: {builder.data_dir} is not there, and tensorflow-datasets needs TensorFlow to "
+                    f"make it: pip install 'macformer[tfds]', or {instead}"
+                )
+            if not _answers(ARCHIVE_URL):
+                raise DataError(f"paths.text=tfds: {ARCHIVE_URL} cannot be reached; {instead}")
+            builder = tfds.builder(TFDS, data_dir=home, file_format="array_record")  # to be read without TensorFlow
+            builder.download_and_prepare()
+        random_access = builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD
+        if not random_access and not tensorflow:
             raise DataError(
-                f"paths.text=tfds: {builder.data_dir} is not there, and tensorflow-datasets needs TensorFlow to make "
-                f"it: pip install 'macformer[tfds]', or {instead}"
+                f"paths.text=tfds: {builder.data_dir} is in a format that only TensorFlow reads: pip install "
+                f"'macformer[tfds]', or {instead}"
             )
-        if not _answers(ARCHIVE_URL):
-            raise DataError(f"paths.text=tfds: {ARCHIVE_URL} cannot be reached; {instead}")
-        builder = tfds.builder(TFDS, data_dir=home, file_format="array_record")  # to be read without TensorFlow
-        builder.download_and_prepare()
-    if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD and not tensorflow:
-        raise DataError(
-            f"paths.text=tfds: {builder.data_dir} is in a format that only TensorFlow reads: pip install "
-            f"'macformer[tfds]', or {instead}"
-        )
-    found: Reviews = {}
-    for part in PARTS:
-        if builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD:
-            rows = builder.as_data_source(split=part)
-        else:
-            rows = tfds.as_numpy(builder.as_dataset(split=part))
-        told = builder.info.splits[part].num_examples
-        found[part] = [
-            (_review(row["text"], f"a review in {builder.data_dir}"), int(row["label"]))
-            for row in tqdm(rows, f"reading {part} of {TFDS}", told, unit=" reviews", mininterval=1)
-        ]
-        if len(found[part]) != told:
-            raise DataError(f"{builder.data_dir}: {len(found[part])} of {told} {part} reviews; {instead}")
+        for part in PARTS:
+            told = builder.info.splits[part].num_examples
+            rows = builder.as_data_source(part) if random_access else tfds.as_numpy(builder.as_dataset(split=part))
+            for number, row in enumerate(tqdm(rows, f"reading {part}", told, unit=" reviews", mininterval=1)):
+                found[part].append(_row(row["text"], row["label"], f"{builder.data_dir}, {part}, row {number}"))
+            if len(found[part]) != told:  # some of its formats lose rows
+                raise DataError(f"{builder.data_dir}: {len(found[part])} of {told} {part} reviews; {instead}")
+    except DataError:
+        raise
+    except Exception as error:  # of tensorflow-datasets: there are many
+        raise DataError(f"paths.text=tfds: {TFDS} cannot be read ({error!r}); {instead}") from None
     return found
 
 
@@ -275,7 +288,7 @@ def _answers(url: str) -> bool:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE).close()
         except urllib.error.HTTPError:
             pass
-        except OSError:
+        except (OSError, ValueError, http.client.HTTPException):  # no server, no address, no answer
             return
         answered.set()
 

@@ -92,6 +92,8 @@ def check_top(config: DictConfig) -> None:
         if name not in values:
             raise ConfigError(f"{name} is missing; configs/train.yaml has it")
         _fit(name, values[name], kind, "train.yaml")
+    for name in ("data", "results", "outputs"):  # the other paths are where a task's source is, or null
+        _fit(f"paths.{name}", values["paths"].get(name), str, "train.yaml")
 
 
 def _fit(key: str, value: Any, kind: Any, goal: str) -> None:

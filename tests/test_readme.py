@@ -106,11 +106,12 @@ def test_the_example_of_a_kernel_is_all_that_a_kernel_needs(
 
 
 def test_the_floors_are_those_of_the_file() -> None:
+    """Others may stand there, too: of stand-ins, or of a few examples."""
     floors = json.loads((ROOT / "results" / "floors.json").read_text())["floors"]
-    assert {(floor["task"], floor["protocol"]) for floor in floors} == set(
-        itertools.product(("listops", "text"), ("paper", "clean"))
-    )
-    for floor in floors:
+    whole = [floor for floor in floors if floor["source"] != "stand-in" and floor["train_examples"] > 20_000]
+    cells = {(floor["task"], floor["protocol"]) for floor in whole}
+    assert cells >= set(itertools.product(("listops", "text"), ("paper", "clean")))
+    for floor in whole:
         rows = re.findall(rf"^\| {floor['task']}.*`protocol={floor['protocol']}`.*$", README, re.MULTILINE)
         figures = re.findall(r"\d+\.\d+", rows[0])
         assert [f"{100 * accuracy:.2f}" for accuracy in floor["dev_accuracy"].values()] == figures

@@ -95,6 +95,8 @@ def test_every_protocol_trains(protocol: str, task: str, cell: Callable[..., Dic
         ("device=tpu", "device=tpu does not fit train.yaml: it should be 'auto', 'cpu' or 'cuda'"),
         ("seed=true", "seed=True does not fit train.yaml: it should be a valid integer"),
         ("seed=-1", "seed=-1 does not fit train.yaml"),
+        ("paths.results=null", "paths.results=None does not fit train.yaml: it should be a valid string"),
+        ("paths.text=5", "paths.text=5 does not fit train.yaml: it should be a valid string"),
         ("threads=0", "threads=0 does not fit train.yaml"),
         ("force=maybe", "force=maybe does not fit train.yaml"),
         ("+foo=1", "foo is not known; the keys there are seed, device"),

@@ -144,6 +144,25 @@ def test_data_of_another_version_are_made_anew_and_it_is_said(
     assert len(list(tmp_path.rglob("manifest.json"))) == 1
 
 
+def switching(folder: Path, origin: str) -> None:
+    """Want data of one's own again and again, while another process wants others under the same settings."""
+    examples = [((origin.encode() * 5,), 1)] * 3
+    for _ in range(60):
+        task = base.cached(folder, "t", SPEC, {}, build_of(examples), base.as_text, origin)
+        assert bytes(task.splits["test"].tokens) == origin.encode() * 15
+        assert task.manifest.origin == origin
+
+
+def test_runs_that_want_other_data_in_the_same_place_each_get_theirs(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=switching, args=(tmp_path, origin)) for origin in ("a", "b")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
 def test_data_in_a_folder_that_cannot_be_written_are_read(tmp_path: Path) -> None:
     """No lock is needed for what is there. (Root may write anywhere: hence no lock file, rather than no permission.)"""
     cached(tmp_path, SPEC, [((b"a",), 1)])
@@ -163,6 +182,18 @@ def test_the_manifest_says_what_the_data_are(tmp_path: Path) -> None:
     assert (told["examples"], told["labels"]) == (60, [45, 15])
     assert told["lengths"] == {"mean": 3.5, "min": 1, "p10": 1, "median": 3, "p90": 6, "max": 6}
     assert len(told["sha256"]) == len(task.fingerprint) == 64
+
+
+def test_a_full_disk_is_named_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(base, "_pack", full)
+    with pytest.raises(
+        DataError, match=r"cannot be written .*No space left.*: make room, or choose another paths.data"
+    ):
+        cached(tmp_path, SPEC, [((b"a",), 1)])
+    assert left(tmp_path) == [tmp_path / "t"]
 
 
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
@@ -201,6 +232,18 @@ def test_buckets_hold_texts_of_like_length_and_follow_from_the_step_alone(batch_
     assert sorted_.indices(start).tolist() == Batches(50, batch_size, 0, lengths).indices(start).tolist()
 
 
+def test_the_batches_of_a_window_are_shuffled_by_the_seed() -> None:
+    """Else short texts would come before long ones all the time."""
+    lengths = np.random.default_rng(0).integers(1, 10**6, 4 * WINDOW)
+    orders = []
+    for seed in (0, 1):
+        means = [lengths[Batches(4 * WINDOW, 4, seed, lengths).indices(step)].mean() for step in range(WINDOW)]
+        orders.append(np.argsort(np.argsort(means)).tolist())
+    assert sorted(orders[0]) == list(range(WINDOW))
+    assert list(range(WINDOW)) not in orders
+    assert orders[0] != orders[1]
+
+
 def test_trimmed_batches_are_as_long_as_their_longest_rounded_up(tmp_path: Path) -> None:
     spec = TaskSpec(512, 150, 2, paired=True)
     task = cached(tmp_path, spec, [((b"a" * 3, b"b" * 65), 1), ((b"c" * 64, b"d"), 0), ((b"e" * 140, b"f"), 0)])
@@ -218,15 +261,18 @@ def test_damaged_data_are_named(tmp_path: Path) -> None:
     shutil.copytree(home, tmp_path / "whole")
     pickled = np.array([{"a": 1}], object)
     versioned = json.dumps({"data_version": base.DATA_VERSION})
+    told = json.loads((home / "manifest.json").read_text())
+    lacking = json.dumps(told | {"splits": {"train": told["splits"]["train"]}})
     damages = {
         "the sha256 of train is": lambda: (home / "train.tokens.bin").write_bytes(b"abd" + bytes(base.SLACK)),
         "the sha256 of dev is": lambda: np.save(home / "dev.labels.npy", np.array([0], np.uint8)),
-        "train has 2 tokens, not 3": lambda: (home / "train.tokens.bin").write_bytes(b"ab" + bytes(base.SLACK)),
+        "the sha256 of test is": lambda: (home / "test.offsets.npy").write_bytes(b""),
+        "the sha256 .*test": lambda: np.save(home / "test.labels.npy", pickled, allow_pickle=True),
         "No such file": lambda: (home / "test.tokens.bin").unlink(),
-        "manifest.json is no JSON object": lambda: (home / "manifest.json").write_text("{"),
-        "manifest.json is no": lambda: (home / "manifest.json").write_text("[1]"),
+        "manifest.json is no manifest": lambda: (home / "manifest.json").write_text("{"),
+        "manifest.json is no": lambda: (home / "manifest.json").write_text("[]"),
         "manifest.json, source: Field required": lambda: (home / "manifest.json").write_text(versioned),
-        "allow_pickle=False": lambda: np.save(home / "test.labels.npy", pickled, allow_pickle=True),
+        "manifest.json, splits: .* not train, dev, test": lambda: (home / "manifest.json").write_text(lacking),
     }
     for what, damage in damages.items():
         damage()
@@ -240,6 +286,8 @@ def test_damaged_data_are_named(tmp_path: Path) -> None:
 def test_a_text_longer_than_the_padded_length_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"task.data.length=6 is too short for the longest text, 7 tokens"):
         cached(tmp_path, SPEC, [((b"abcdefg",), 1)])
+    with pytest.raises(DataError, match=r"task.data.length=65537 is too long: at most 65536"):
+        cached(tmp_path, TaskSpec(512, 65537, 2, False), [((b"a",), 1)], size=2)
 
 
 def test_seeds_and_epochs_are_shuffled_differently() -> None:

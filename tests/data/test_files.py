@@ -161,28 +161,48 @@ def test_what_was_prepared_from_elsewhere_needs_no_word_of_it_again(
     assert "was made from aclImdb_v1.tar.gz, not from pq/*.parquet: it is made anew" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("origin", "sentence"),
-    [
-        (
-            "hub",
-            r"stanfordnlp/imdb cannot be had \(http://127.0.0.1:9 cannot be reached\) .* put aclImdb_v1.tar.gz into",
-        ),
-        (
-            "tfds",
-            r".* is not there, and tensorflow-datasets needs TensorFlow to make it: pip install 'macformer\[tfds\]'",
-        ),
-    ],
-)
-def test_without_a_hub_nothing_is_tried_twice_and_the_way_out_is_said(
-    origin: str, sentence: str, tmp_path: Path
-) -> None:
-    """Left to itself, `datasets` tries for 23 seconds and tensorflow-datasets for 200, with a line for each try."""
-    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "TFDS_DATA_DIR": str(tmp_path / "tfds")}
-    failed = lra_data("prepare", "text", f"paths.data={tmp_path}", f"paths.text={origin}", **nobody)
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense"])
+def test_without_a_hub_nothing_is_tried_twice_and_the_way_out_is_said(endpoint: str, tmp_path: Path) -> None:
+    """Left to itself, `datasets` tries for 23 seconds, with a line for each try."""
+    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+    failed = lra_data("prepare", "text", f"paths.data={tmp_path}", "paths.text=hub", **environment)
     assert failed.returncode == 1
-    assert re.match(f"error: paths.text={origin}: {sentence}", failed.stderr), failed.stderr
+    sentence = rf"error: paths.text=hub: stanfordnlp/imdb cannot be had \({endpoint} cannot be reached\) .* put aclImdb"
+    assert re.match(sentence, failed.stderr), failed.stderr
     assert len(failed.stderr.splitlines()) == 1
+
+
+def test_the_hub_may_be_called_by_its_id() -> None:
+    assert text._place("data", "stanfordnlp/imdb")[0] == text._place("data", "hub")[0] == "hub stanfordnlp/imdb"
+
+
+def test_tfds_without_tensorflow_or_network_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        DataError, match=rf"{tmp_path}.* is not there, .* TensorFlow to make it: pip install 'macf.*tfds"
+    ):
+        read_text(tmp_path, "tfds")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "tensorflow")
+    monkeypatch.setattr(text, "_answers", lambda _: False)
+    with pytest.raises(DataError, match=r"aclImdb_v1.tar.gz cannot be reached; put aclImdb_v1.tar.gz into paths.data"):
+        read_text(tmp_path, "tfds")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "fewer", "info"])
+def test_damaged_tfds_is_named(damage: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFDS_DATA_DIR", str(write_tfds(sources / text.ARCHIVE, tmp_path / "tfds")))
+    (info,) = tmp_path.rglob("dataset_info.json")
+    (records,) = tmp_path.rglob("imdb_reviews-train.array_record*")
+    if damage == "truncated":
+        records.write_bytes(records.read_bytes()[:100])
+    elif damage == "info":
+        info.write_text("{")
+    else:
+        monkeypatch.setattr(tfds.core.SplitInfo, "num_examples", 41)
+    with pytest.raises(DataError, match=r"(cannot be read|40 of 41 train reviews).*; put aclImdb_v1.tar.gz into paths"):
+        read_text(tmp_path, "tfds")
+    assert not left(tmp_path / "text")
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +314,10 @@ def test_lras_listops_files_are_read(end: str, brackets: bool, tmp_path: Path, m
         ("[MAX 1 12 ]\t1", "line 12: '12' is no token"),
         ("[MAX 1 [MIN 2 ]\t1", "line 12: not one whole expression"),
         ("\t1", "line 12: not one whole expression"),
+        ("] 1 2 [MAX\t1", "line 12: not one whole expression"),
+        ("5 5 5\t1", "line 12: not one whole expression"),
+        ("[MAX ]\t1", "line 12: not one whole expression"),
+        ("[MAX 1 ] [MIN 2 ]\t1", "line 12: not one whole expression"),
     ],
 )
 def test_a_bad_line_of_listops_is_named_and_leaves_nothing(line: str, complaint: str, tmp_path: Path) -> None:
@@ -362,13 +386,13 @@ def test_an_archive_that_leads_elsewhere_is_refused(name: str, kind: bytes, tmp_
 
 def test_an_archive_of_something_else_is_named(tmp_path: Path) -> None:
     add(tmp_path / text.ARCHIVE, "aclImdb/train/pos/0_9.txt")
-    with pytest.raises(DataError, match="train: 0 negative of 1 reviews, not one half"):
+    with pytest.raises(DataError, match="train: 1 positive of 1 reviews, not one half"):
         read_text(tmp_path)
     add(tmp_path / text.ARCHIVE, "aclImdb/train/pos/0_9.txt", b" \n")
     with pytest.raises(DataError, match=r"aclImdb/train/pos/0_9\.txt is empty"):
         read_text(tmp_path)
     add(tmp_path / text.ARCHIVE, "other/0_9.txt")
-    with pytest.raises(DataError, match="0 negative of 0 reviews"):
+    with pytest.raises(DataError, match="0 positive of 0 reviews"):
         read_text(tmp_path)
 
 
@@ -382,11 +406,35 @@ def test_a_review_keeps_its_bytes_utf8_or_not(tmp_path: Path) -> None:
     assert {words(task, "train", i)[0] for i in range(2)} == {b"train neg \xff\xe9\x00", b"train pos \xff\xe9\x00"}
 
 
+def test_a_folder_may_have_any_name(sources: Path, tmp_path: Path) -> None:
+    """Hugging Face takes names of files as patterns."""
+    expected = read_text(tmp_path / "0", sources).fingerprint
+    for name in ("we[i]rd", "st*r", "star"):
+        folder = write_parquet(sources / text.ARCHIVE, tmp_path / name)
+        assert read_text(tmp_path / f"packed {name}", folder).fingerprint == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"text": "a", "label": 2}, "row 1: the label is 2, not 0 or 1"),
+        ({"text": "a", "label": None}, "row 1: the label is None, not 0 or 1"),
+        ({"text": None, "label": 1}, "row 1: the text is None"),
+        ({"text": " ", "label": 1}, "row 1 is empty"),
+    ],
+)
+def test_a_bad_row_of_parquet_is_named(row: dict, complaint: str, tmp_path: Path) -> None:
+    for part in text.PARTS:
+        Dataset.from_list([{"text": "fine", "label": 1}, row]).to_parquet(tmp_path / f"{part}.parquet")
+    with pytest.raises(DataError, match=f"{tmp_path}, train, {complaint}"):
+        read_text(tmp_path, tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "column", "folder"])
 def test_damaged_parquet_is_named(damage: str, sources: Path, tmp_path: Path) -> None:
     folder = write_parquet(sources / text.ARCHIVE, tmp_path / "parquet")
     file = folder / "train-00000-of-00001.parquet"
-    complaint = f"{file} cannot be read"
+    complaint = f"{folder}, train: its files cannot be read"
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:200])
     elif damage == "column":
@@ -397,6 +445,70 @@ def test_damaged_parquet_is_named(damage: str, sources: Path, tmp_path: Path) ->
     with pytest.raises(DataError, match=complaint):
         read_text(tmp_path, folder)
     assert not left(tmp_path / "text")
+
+
+def test_every_kind_of_source_is_watched(sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive = sources / text.ARCHIVE
+    folder = unpack(archive, tmp_path / "unpacked") / text.UNPACKED
+    parquet = write_parquet(archive, tmp_path / "parquet")
+    write_pairs(tmp_path, lines=4)
+    write_listops(tmp_path / "listops-files", "\n")
+
+    def add_reviews() -> None:
+        for sentiment in ("neg", "pos"):
+            (folder / "train" / sentiment / "77_5.txt").write_text("one more")
+
+    for load, change, named in (
+        (lambda: read_text(tmp_path, folder), add_reviews, "train/neg, train/pos"),
+        (lambda: read_text(tmp_path, parquet), lambda: os.utime(parquet / "test-00000-of-00001.parquet"), "test-00000"),
+        (
+            lambda: retrieval.load(str(tmp_path), 64, 60, ALL),
+            lambda: write_pairs(tmp_path, 5),
+            "new_aan_pairs.train.tsv",
+        ),
+        (
+            lambda: read_listops(tmp_path, tmp_path / "listops-files"),
+            lambda: os.utime(tmp_path / "listops-files" / "basic_val.tsv"),
+            "basic_val.tsv",
+        ),
+    ):
+        load()
+        capsys.readouterr()
+        load()
+        assert "made anew" not in capsys.readouterr().out
+        change()
+        load()
+        assert f"was made from another {named}" in capsys.readouterr().out
+
+
+def test_a_place_that_was_named_must_be_there_packed_data_or_not(sources: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    write_listops(tmp_path / "files", "\n")
+    for load in (
+        lambda origin: read_text(tmp_path, origin),
+        lambda origin: retrieval.load(str(tmp_path), 64, 60, ALL, str(origin)),
+        lambda origin: read_listops(tmp_path, tmp_path / "files" if origin == sources else origin),
+    ):
+        load(sources)
+        with pytest.raises(DataError, match=f"{nowhere}.*, which is not there: .* paths.[a-z]+={nowhere}`"):
+            load(nowhere)
+
+
+def test_the_cap_of_examples_is_kept(sources: Path, tmp_path: Path) -> None:
+    task = text.load(str(tmp_path), 64, 60, "test", {"train": 7, "dev": 5, "test": None}, 0, str(sources))
+    assert {name: len(split) for name, split in task.splits.items()} == {"train": 7, "dev": 5, "test": 40}
+
+
+def test_texts_longer_than_the_padded_length_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    for load in (lambda: text.load(str(tmp_path), 64, 65, "test", ALL, 0), lambda: retrieval.load("x", 64, 65, ALL)):
+        with pytest.raises(DataError, match=r"task\.data\.length=64 is too short for task\.data\.max_length=65"):
+            load()
+
+
+def test_what_a_mac_leaves_in_a_folder_is_no_review(sources: Path, tmp_path: Path) -> None:
+    folder = unpack(sources / text.ARCHIVE, tmp_path / "unpacked")
+    (folder / text.UNPACKED / "train" / "neg" / "._0_2.txt").write_text("no review")
+    assert len(read_text(tmp_path, folder).splits["train"]) == 40
 
 
 def test_another_source_file_is_read_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

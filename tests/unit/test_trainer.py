@@ -226,9 +226,16 @@ def test_gradients_are_clipped_by_value_at_one(cell: Cell, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)
 def test_the_feed_gives_every_batch_in_its_order(device: torch.device) -> None:
-    """A device other than the CPU is fed from a thread."""
-    batches = [(np.full((2, 3), i, np.int32), np.arange(i + 1)) for i in range(5)]
-    fed = list(devices.feed(device, iter(batches)))
+    """A device other than the CPU is fed from a thread; on the CPU that would take its time from the step."""
+    threads = []
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for i in range(5):
+            threads.append(threading.current_thread())
+            yield np.full((2, 3), i, np.int32), np.arange(i + 1)
+
+    fed = list(devices.feed(device, batches()))
+    assert [thread is threading.main_thread() for thread in threads] == [device == CPU] * 5
     assert [(ids.shape, len(labels)) for ids, labels in fed] == [((2, 3), i + 1) for i in range(5)]
     assert {tensor.device.type for pair in fed for tensor in pair} == {device.type}
     assert {(ids.dtype, labels.dtype) for ids, labels in fed} == {(torch.int32, torch.int64)}
