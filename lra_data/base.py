@@ -271,7 +271,7 @@ def cached(
 
 
 def _manifest(home: Path, origin: str | None, stamps: Stamps) -> Manifest | str:
-    """The manifest of data that fit, or why they must be made; they are not there needs no word."""
+    """The manifest of data that fit, or why they must be made: no word is needed where there are none."""
     try:
         told = json.loads((home / "manifest.json").read_text())
         if told["data_version"] != DATA_VERSION:

@@ -113,6 +113,35 @@ def test_the_official_examples_are_read_and_written_alike(shared_data: Path) -> 
         assert listops.to_source(tokens) == source
 
 
+def exact_lengths() -> np.ndarray:
+    """The probability of each kept length by LRA's rules, from the leaves up: a list is 2 + its 2 to 10 arguments."""
+
+    def operator(child: np.ndarray) -> np.ndarray:
+        total, sum_of = np.zeros(2000), child
+        for _ in range(2, 11):
+            # Zero-padded to 4096, the cyclic convolution is the plain one.
+            sum_of = np.fft.irfft(np.fft.rfft(sum_of, 4096) * np.fft.rfft(child, 4096), 4096)[:2000]
+            total[2:] += sum_of[:-2] / 9
+        return total
+
+    digit = np.zeros(2000)
+    digit[1] = 1
+    node = digit  # at the last level
+    for _ in range(8):
+        node = 0.25 * operator(node) + 0.75 * digit
+    kept = operator(node) * (np.arange(2000) > 500)
+    return kept / kept.sum()
+
+
+def test_the_lengths_have_their_exact_law() -> None:
+    """30,000 or so; p < 2e-5 (Kolmogorov-Smirnov) that it fails by chance."""
+    lengths = np.sort([len(tokens) for chunk in range(45) for tokens, _ in listops._draw(chunk, 17, 500, 2000)])
+    exact = np.cumsum(exact_lengths())
+    ours = np.searchsorted(lengths, np.arange(2000), "right") / len(lengths)
+    assert len(lengths) > 25_000
+    assert np.abs(ours - exact).max() * np.sqrt(len(lengths)) < 2.4
+
+
 @pytest.mark.data
 def test_the_generator_has_the_official_law(shared_data: Path) -> None:
     """Means of length and label frequencies of 4,000 of ours and 2,000 official ones; |z| < 5 each, p < 4e-5 in all."""
