@@ -1,107 +1,207 @@
 """Train one model on one task and record the result: python train.py model=macformer_exp task=listops."""
 
 import os
+import signal
 import sys
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import hydra
+import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 
-from lra_data.base import SPLITS, DataError
+from lra_data.base import SPLITS, DataError, Task
+from macformer import checkpoint as checkpoints
 from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
+from macformer.progress import duration, mebibytes
+from macformer.trainer import CompileFailed, Trainer, evaluate
+
+EXIT = {"diverged": 3, "oom": 4}  # interrupted: 128 + the signal's number; anything else: 1
+FAILURES = (
+    "MACFORMER_FAILURES"  # names the file in which the runs of a sweep note their failures, whatever their process
+)
 
 
 class RunFailed(Exception):
     """The run came to a bad end, which is in its record."""
 
+    def __init__(self, message: str, status: str = ""):
+        super().__init__(message)
+        self.status = status
+
+
+EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CompileFailed, RunFailed, OSError)
+
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(config: DictConfig) -> None:
-    run(config, list(HydraConfig.get().overrides.task))
+    of_hydra = HydraConfig.get()
+    overrides = list(of_hydra.overrides.task)
+    try:
+        run(config, overrides)
+    except EXPECTED as error:
+        if of_hydra.mode != RunMode.MULTIRUN:
+            raise
+        with open(os.environ[FAILURES], "a") as file:  # the sweep goes on
+            file.write(f"{' '.join(overrides)}: {error}\n")
+        print(f"failed: {error}", flush=True)
 
 
-def run(config: DictConfig, overrides: list[str]) -> records.Record:
+def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
     """Compose -> task -> model -> fit -> record."""
     configs.check_top(config)
     device = configs.checked("device", devices.choose, config.device)
+    trainer: Trainer = configs.build(config, "trainer")
+    trainer.precision = devices.choose_precision(trainer.precision, device)
     resolved = configs.container(config) | {"device": device.type}  # what ran, not what `auto` may mean elsewhere
-    trainer = configs.build(config, "trainer")
+    resolved["trainer"]["precision"] = trainer.precision
     configs.check(config, "model")  # a typing error should not wait for the data
     task = configs.build(config, "task.data", folder=config.paths.data, origin=config.paths.get(config.task.name))
     run_id = records.run_id(resolved, task.fingerprint)
     file = records.path(config.paths.results, resolved, run_id)
+    checkpoint = checkpoints.Checkpoint(Path(config.paths.outputs) / run_id, run_id, resolved, task.fingerprint)
     code = records.code()
     finished = records.finished(file)
-    if finished and not config.force:
+    if finished and not (config.force or config.evaluate or config.dry_run):
         print(f"{run_id} is finished: {file} (force=true repeats it)")
         if finished.code.commit != code.commit:
             print(f"warning: that record was made by commit {finished.code.commit}, this is {code.commit}")
         return finished
-    file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
 
-    devices.prepare(device, config.threads)
+    devices.prepare(device, config.threads, trainer.tf32)
     torch.manual_seed(config.seed)
     model = configs.build(config, "model", **asdict(task.spec))
     parameters = sum(p.numel() for p in model.parameters())
-    environment = records.environment(device.type, devices.describe(device), config.threads)
+    environment = records.environment(device.type, devices.describe(device), config.threads, trainer.precision)
     sizes = " / ".join(f"{len(task.splits[split]):,}" for split in SPLITS)
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
-    print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}); record: {file}")
+    if config.evaluate:
+        evaluate_only(config.evaluate, resolved, trainer, model, task, device)
+        return None
+    where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
+    print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}, {trainer.precision}); {where}")
+    if config.dry_run:
+        forecast(trainer, model, task, device, config.seed)
+        return None
 
-    logger = None
-    if config.logger:
-        logger = configs.checked("logger", instantiate(config.logger, _partial_=True), config=resolved)
-    result = trainer.fit(model, task, device, config.seed, log=logger and logger.log)
-    record = records.Record(
-        run_id=run_id,
-        status=result.status,
-        message=result.message,
-        task=config.task.name,
-        model=config.model.name,
-        seed=config.seed,
-        steps_done=len(result.losses),
-        config=resolved,
-        overrides=overrides,
-        code=code,
-        data=records.Data(
-            fingerprint=task.fingerprint,
-            source=task.source,
-            examples={split: len(task.splits[split]) for split in SPLITS},
-            majority=task.majority,
-        ),
-        environment=environment,
-        parameters=parameters,
-        quality=result.quality,
-        time=result.time,
-        memory=result.memory,
-        history=result.history,
-    )
-    if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
-        records.write(record, file)
-    if logger:
-        logger.finish()
+    file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
+    with checkpoint.alone():
+        saved = checkpoint.unfinished()
+        if saved:
+            print(f"going on from step {saved['step']:,} ({checkpoint.file}; delete it to start anew)")
+            if checkpoint.sessions[-1].commit != code.commit:
+                print(f"warning: commit {checkpoint.sessions[-1].commit} saved it, this is {code.commit}")
+        first = saved["step"] + 1 if saved else 1
+        session = records.Session(first_step=first, commit=code.commit, device_name=environment.device_name)
+        checkpoint.sessions.append(session)
+        logger = configs.build(config, "logger", settings=resolved, run_id=run_id) if config.logger else None
+        log = logger.log if logger else None
+        result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
+        record = records.Record(
+            run_id=run_id,
+            status=result.status,
+            message=result.message,
+            task=config.task.name,
+            model=config.model.name,
+            seed=config.seed,
+            steps_done=len(result.losses),
+            config=resolved,
+            overrides=overrides,
+            code=code,
+            data=records.Data(
+                fingerprint=task.fingerprint,
+                source=task.source,
+                examples={split: len(task.splits[split]) for split in SPLITS},
+                majority=task.majority,
+            ),
+            environment=environment,
+            sessions=checkpoint.sessions,
+            parameters=parameters,
+            quality=result.quality,
+            time=result.time,
+            memory=result.memory,
+            history=result.history,
+        )
+        if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
+            records.write(record, file)
+        if record.status == "ok":
+            checkpoint.finish()
+        elif record.status == "diverged":
+            checkpoint.drop()  # it would diverge again
+        if logger:
+            logger.finish(file)
     print(records.summary(record))
     if record.status == "interrupted":
-        raise KeyboardInterrupt
+        print(
+            f"the same command goes on from {checkpoint.file}" if checkpoint.file.exists() else "nothing is saved yet"
+        )
+        raise KeyboardInterrupt(result.signal)
     if record.status != "ok":
-        raise RunFailed(f"{run_id} ended as {record.status}: {record.message}")
+        raise RunFailed(f"{run_id} ended as {record.status}: {record.message}", record.status)
     return record
+
+
+def evaluate_only(
+    name: str, config: dict[str, Any], trainer: Trainer, model: nn.Module, task: Task, device: torch.device
+) -> None:
+    """Test the weights of a checkpoint, named by its file or its run's id."""
+    saved = checkpoints.load_for(config, task.fingerprint, name)
+    test = task.splits["test"]
+    for which, weights in (("best on dev", saved["best_weights"]), ("last", saved["model"])):
+        if weights is None:
+            continue
+        model.load_state_dict(weights)
+        outcomes, loss = evaluate(
+            model.to(device), test, np.arange(len(test)), trainer.batch_size, device, trainer.trim, trainer.precision
+        )
+        print(
+            f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: test accuracy {outcomes.mean():.2%} "
+            f"of {len(test):,} (majority class {task.majority:.2%}), loss {loss:.4f}"
+        )
+
+
+def forecast(trainer: Trainer, model: nn.Module, task: Task, device: torch.device, seed: int) -> None:
+    """What the run would cost."""
+    cost = trainer.forecast(model, task, device, seed)
+    total = cost.train_seconds + cost.evaluation_seconds
+    print(f"a step takes {1000 * cost.step_seconds:.3g} ms (mean of {cost.measured_steps})")
+    print(f"peak memory of training {mebibytes(cost.memory.peak_bytes)} ({cost.memory.method})")
+    print(
+        f"expected: {duration(total)} in all, {duration(cost.train_seconds)} of it training "
+        f"and {duration(cost.evaluation_seconds)} evaluation"
+    )
+
+
+def sweep_failures(file: Path) -> None:
+    """At the end of a sweep: what failed, and exit code 1 if anything did."""
+    if failures := file.read_text().splitlines():
+        sys.exit("\n".join([f"error: {len(failures)} of the sweep's runs failed:", *failures]))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come through to here, to be said in a sentence
-    try:
-        main()
-    except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {configs.explain(error)}")
-    except (configs.ConfigError, DataError, RunFailed, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with tempfile.TemporaryDirectory() as folder:
+        failures = Path(folder, "failures")
+        failures.touch()
+        os.environ[FAILURES] = str(failures)
+        try:
+            main()
+        except (HydraException, OmegaConfBaseException) as error:
+            sys.exit(f"error: {configs.explain(error)}")
+        except EXPECTED as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(EXIT.get(getattr(error, "status", ""), 1))
+        except KeyboardInterrupt as stop:
+            sys.exit(128 + (stop.args or [signal.SIGINT])[0])
+        finally:
+            sweep_failures(failures)

@@ -75,6 +75,8 @@ class Top:
     pad: Literal["full", "trim"]
     bucket: bool
     force: bool
+    evaluate: str | None
+    dry_run: bool
     paths: dict[str, str | None]
     protocol: dict[str, Any]
     task: dict[str, Any]

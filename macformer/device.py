@@ -1,50 +1,63 @@
-"""All that differs between the CPU and CUDA: the choice, the feed, the clock, the peak of memory, running out of it."""
+"""All that differs between the CPU and CUDA: the choice, precision, feed, clock, peaks of memory, running out of it."""
 
 import ctypes
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, cuda
 from torch.profiler import ProfilerActivity, profile
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 Array = NDArray[np.generic]
 Item = TypeVar("Item")
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+Account = Literal["training", "data_wait", "evaluation", "pause"]
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
+_runs = 0  # that this process was prepared for
 
 
 def choose(name: str) -> torch.device:
     """auto | cpu | cuda -> a device that is there."""
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not cuda.is_available():
         raise ValueError("device=cuda, but torch sees no CUDA GPU here; use device=cpu or device=auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if name != "cpu" and cuda.is_available() else "cpu")
 
 
-def prepare(device: torch.device, threads: int) -> None:
-    """Set the number of threads; on the CPU, keep freed memory instead of giving it back to the kernel.
+def is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
+    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory.
 
     glibc returns large blocks at once and pays for each new one in page faults (figures in docs/log.md). Elsewhere the
     call does not exist and is left out.
     """
+    global _runs
+    _runs += 1
     torch.set_num_threads(threads)
+    if is_cuda(device):
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if device.type == "cpu" and mallopt:
+    if mallopt:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def describe(device: torch.device) -> str:
     """The name of the GPU or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_cuda(device):
+        return cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -53,11 +66,55 @@ def describe(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def choose_precision(name: Precision, device: torch.device) -> Precision:
+    """What `auto` means: mixed with float16 on CUDA, as in the base code; float32 on the CPU, where half is slow."""
+    if name != "auto":
+        return name
+    return "float16" if is_cuda(device) else "float32"
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    """Matrix products in half precision where that is asked for. Attentions and ppSBN leave it by themselves."""
+    return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
+
+
+def scaler(device: torch.device, precision: Precision) -> torch.amp.GradScaler:
+    """Keeps small gradients from vanishing in float16; with any other precision it does nothing."""
+    return torch.amp.GradScaler(device.type, enabled=precision == "float16")
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Of torch's generators: of the CPU, and of the GPU if that is the device."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | {"cuda": cuda.get_rng_state(device)} if is_cuda(device) else states
+
+
+def set_random_state(device: torch.device, states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if is_cuda(device) and "cuda" in states:
+        cuda.set_rng_state(states["cuda"], device)
+
+
 def now(device: torch.device) -> float:
     """Seconds on a steady clock, once all work given to the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_cuda(device):
+        cuda.synchronize(device)
     return time.perf_counter()
+
+
+class Clock:
+    """Every second since it was made is booked on one account: what lies between two calls, on that of the second."""
+
+    def __init__(self, device: torch.device, seconds: dict[Account, float]):
+        self.device = device
+        self.seconds = seconds
+        self.last = now(device)
+
+    def book(self, account: Account) -> float:
+        """Seconds since the last call, now on `account`."""
+        before, self.last = self.last, now(self.device)
+        self.seconds[account] = self.seconds.get(account, 0.0) + self.last - before
+        return self.last - before
 
 
 def feed(device: torch.device, batches: Iterable[tuple[Array, ...]]) -> Iterator[tuple[Tensor, ...]]:
@@ -74,7 +131,7 @@ def feed(device: torch.device, batches: Iterable[tuple[Array, ...]]) -> Iterator
     def tensors() -> Iterator[list[Tensor]]:
         for batch in batches:
             made = [torch.from_numpy(array) for array in batch]
-            yield [tensor.pin_memory() for tensor in made] if device.type == "cuda" else made
+            yield [tensor.pin_memory() for tensor in made] if is_cuda(device) else made
 
     for made in _one_ahead(tensors()):
         yield tuple(tensor.to(device, non_blocking=True) for tensor in made)
@@ -97,23 +154,41 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def peak_bytes(device: torch.device, state: Iterable[Tensor], step: Callable[[], None]) -> tuple[int, str]:
-    """Peak memory of `step` with `state` (parameters, optimiser) alive, and how it was measured.
+def cuda_peaks(device: torch.device) -> tuple[int, int]:
+    """Allocated and reserved bytes at their highest since the last call, which begins anew; (0, 0) on the CPU."""
+    if not is_cuda(device):
+        return 0, 0
+    peaks = cuda.max_memory_allocated(device), cuda.max_memory_reserved(device)
+    cuda.reset_peak_memory_stats(device)
+    return peaks
 
-    `step` is run once more than needed and leaves the random numbers as they were.
+
+def resident_peak() -> int | None:
+    """Highest resident bytes of this process; None if it had other runs before, which cannot be told apart."""
+    if _runs != 1 or os.name != "posix":
+        return None
+    import resource  # not there on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[], object]) -> tuple[int, str]:
+    """Peak memory of `work` with `state` (parameters, optimiser) alive, and how it was measured.
+
+    The random numbers stay as they were.
+
     CUDA: the allocator's own peak. CPU: the peak of live tensor bytes, summed over the allocator's events; the
     operating system's figure would also hold torch itself and whatever the allocator keeps.
     """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            step()
-            torch.cuda.synchronize(device)
-            return torch.cuda.max_memory_allocated(device), "CUDA allocator peak over one training step"
+    with torch.random.fork_rng([device] if is_cuda(device) else []):
+        if is_cuda(device):
+            cuda.synchronize(device)
+            cuda.reset_peak_memory_stats(device)
+            work()
+            cuda.synchronize(device)
+            return cuda.max_memory_allocated(device), "CUDA allocator's peak"
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step()
+            work()
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results, "the profiler gave no events"
     live = peak = sum(t.numel() * t.element_size() for t in state)
@@ -121,4 +196,4 @@ def peak_bytes(device: torch.device, state: Iterable[Tensor], step: Callable[[],
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    return peak, "peak of live tensor bytes over one training step (allocator events)"
+    return peak, "peak of live tensor bytes (allocator events)"

@@ -1,5 +1,9 @@
-"""The typed record of one run: what ran, on what, how well, how fast, how large. JSON, written once. No torch."""
+"""The typed record of one run: what ran, on what, how well, how fast, how large. JSON, written once. No torch.
 
+python -m macformer.record show results/runs/listops/rfa/listops.rfa.0.0123abcd.json
+"""
+
+import argparse
 import base64
 import hashlib
 import importlib.metadata
@@ -7,6 +11,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-SCHEMA = 1
-NOT_IN_RUN_ID = ("paths", "logger", "telemetry", "force", "evaluate", "dry_run")  # at the top and in the trainer
+from macformer.progress import duration, mebibytes
+
+SCHEMA = 2
+# At the top and in the trainer: what does not decide the result.
+NOT_IN_RUN_ID = ("paths", "logger", "telemetry", "checkpoint_every", "force", "evaluate", "dry_run")
 Status = Literal["ok", "oom", "diverged", "interrupted"]
 
 
@@ -46,6 +54,14 @@ class Environment(Part):
     precision: str
 
 
+class Session(Part):
+    """One process that worked on a run; a run that was killed and taken up again has several."""
+
+    first_step: int
+    commit: str | None
+    device_name: str
+
+
 class Quality(Part):
     test_accuracy: float  # of the weights with the best dev accuracy
     test_examples: int
@@ -53,6 +69,7 @@ class Quality(Part):
     dev_accuracy: float  # the best
     dev_step: int  # where it was reached
     dev_examples: int
+    dev_subset: str  # which ones: a hash of their indices
     last_dev_accuracy: float
     last_test_accuracy: float
 
@@ -62,13 +79,18 @@ class Time(Part):
     warmup_seconds: float
     data_wait_seconds: float
     evaluation_seconds: float
+    pause_seconds: float  # the harness: checkpoints, measuring memory, the screen, logging
     step_p10: float
     step_p50: float
     step_p90: float
 
 
 class Memory(Part):
-    peak_bytes: int
+    peak_bytes: int  # of training
+    evaluation_peak_bytes: int | None = None
+    reserved_bytes: int | None = None  # CUDA: what the allocator held, in training and in evaluation
+    evaluation_reserved_bytes: int | None = None
+    resident_peak_bytes: int | None = None  # of the process; None if it had other runs before
     method: str
 
 
@@ -98,6 +120,7 @@ class Record(Part):
     code: Code
     data: Data
     environment: Environment
+    sessions: list[Session]
     parameters: int
     quality: Quality | None
     time: Time | None
@@ -105,11 +128,22 @@ class Record(Part):
     history: list[Point]
 
 
+def decisive(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides the result."""
+    trainer = {key: value for key, value in config["trainer"].items() if key not in NOT_IN_RUN_ID}
+    return {key: value for key, value in config.items() if key not in NOT_IN_RUN_ID} | {"trainer": trainer}
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {key: value for name in tree for key, value in flat(tree[name], f"{prefix}.{name}".strip(".")).items()}
+
+
 def run_id(config: dict[str, Any], fingerprint: str) -> str:
     """task.model.seed.hash8; the hash covers all that decides the result."""
-    trainer = {key: value for key, value in config["trainer"].items() if key not in NOT_IN_RUN_ID}
-    decisive = {key: value for key, value in config.items() if key not in NOT_IN_RUN_ID} | {"trainer": trainer}
-    text = json.dumps([decisive, fingerprint], sort_keys=True)
+    text = json.dumps([decisive(config), fingerprint], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{config['task']['name']}.{config['model']['name']}.{config['seed']}.{digest}"
 
@@ -140,16 +174,63 @@ def finished(file: Path) -> Record | None:
 
 
 def summary(record: Record) -> str:
-    """Two lines for the screen at the end of a run."""
-    if not (record.quality and record.time and record.memory):
-        return f"{record.status}: {record.message}"
-    quality, time, memory = record.quality, record.time, record.memory
-    return (
-        f"test accuracy {quality.test_accuracy:.2%} of {quality.test_examples:,} (best dev {quality.dev_accuracy:.2%} "
-        f"at step {quality.dev_step:,}; majority class {record.data.majority:.2%})\n"
-        f"training {time.train_seconds:.1f} s, {1000 * time.step_p50:.0f} ms a step; "
-        f"peak memory {memory.peak_bytes / 2**20:.0f} MiB"
-    )
+    """A few lines for the screen at the end of a run."""
+    lines = [f"{record.status}: {record.message}"] if record.status != "ok" else []
+    if quality := record.quality:
+        lines.append(
+            f"test accuracy {quality.test_accuracy:.2%} of {quality.test_examples:,} (best dev "
+            f"{quality.dev_accuracy:.2%} at step {quality.dev_step:,}; the last weights "
+            f"{quality.last_test_accuracy:.2%}; majority class {record.data.majority:.2%})"
+        )
+    if time := record.time:
+        steps = " / ".join(f"{1000 * seconds:.3g}" for seconds in (time.step_p10, time.step_p50, time.step_p90))
+        lines.append(
+            f"training {duration(time.train_seconds)} ({steps} ms a step, p10 / p50 / p90; waiting for data "
+            f"{time.data_wait_seconds / time.train_seconds:.2%}); evaluation {duration(time.evaluation_seconds)}; "
+            f"harness {duration(time.pause_seconds)}"
+        )
+    if memory := record.memory:
+        parts = [f"peak memory of training {mebibytes(memory.peak_bytes)}"]
+        if memory.evaluation_peak_bytes is not None:
+            parts.append(f"of evaluation {mebibytes(memory.evaluation_peak_bytes)}")
+        if memory.resident_peak_bytes is not None:
+            parts.append(f"of the process {mebibytes(memory.resident_peak_bytes)}")
+        lines.append(", ".join(parts))
+    return "\n".join(lines)
+
+
+def show(record: Record) -> str:
+    """The whole record for a person, without the single test outcomes."""
+    commit = "not a git checkout"
+    if record.code.commit:
+        commit = record.code.commit[:12] + (" with changes" if record.code.dirty else "")
+    environment, sizes = record.environment, " / ".join(f"{count:,}" for count in record.data.examples.values())
+    threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
+    lines = [
+        f"{record.run_id}: {record.model} ({record.parameters:,} parameters) on {record.task}, seed {record.seed}, "
+        f"{record.steps_done:,} steps",
+        f"command      python train.py {' '.join(record.overrides)}".rstrip(),
+        f"code         {commit}",
+        f"data         {record.data.source}: {sizes} examples, fingerprint {record.data.fingerprint[:12]}",
+        f"environment  {environment.device_name} ({environment.device}), {threads}, "
+        f"{environment.precision}, torch {environment.torch}, Python {environment.python}",
+    ]
+    lines += [
+        f"session      from step {session.first_step:,}, commit {str(session.commit)[:12]}, {session.device_name}"
+        for session in record.sessions
+        if len(record.sessions) > 1
+    ]
+    lines += ["", summary(record)]
+    if record.memory:
+        lines.append(f"  memory: {record.memory.method}")
+    if record.history:
+        lines += ["", "    step  train loss  dev loss  dev accuracy  learning rate     time"]
+        lines += [
+            f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}  {p.learning_rate:13.2e}  "
+            f"{duration(p.train_seconds):>7}"
+            for p in record.history
+        ]
+    return "\n".join(lines)
 
 
 def write(record: Record, file: Path) -> None:
@@ -181,12 +262,29 @@ def code() -> Code:
         return Code(commit=None, dirty=None)
 
 
-def environment(device: str, device_name: str, threads: int) -> Environment:
+def environment(device: str, device_name: str, threads: int, precision: str = "float32") -> Environment:
     return Environment(
         device=device,
         device_name=device_name,
         python=platform.python_version(),
         torch=importlib.metadata.version("torch"),
         threads=threads,
-        precision="float32",
+        precision=precision,
     )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m macformer.record", description="Look at run records.")
+    command = parser.add_subparsers(required=True, metavar="show").add_parser("show", help="print one for a person")
+    command.add_argument("file", type=Path)
+    file = parser.parse_args().file
+    try:
+        print(show(read(file)))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,27 +1,34 @@
-"""The training loop: step, schedule, evaluation, best-by-dev. Returns a plain result; writes nothing.
+"""The training loop: step, schedule, evaluation, best-by-dev, resume. Returns a plain result; knows no file.
 
 Knows no model, task or logger by name.
 """
 
 import copy
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from macformer import device as devices
 from macformer.check import whole
+from macformer.device import Account, Precision
+from macformer.progress import Screen, duration, mebibytes
 from macformer.record import Memory, Point, Quality, Status, Time, pack_bits
 
 CLIP = 1.0  # gradients are clipped by value
 EPS = 1e-6  # of AdamW
+FORECAST = 20  # steps after which the end can be foretold
+DRY_SECONDS = 60.0  # a dry run takes FORECAST steps, or fewer if they take longer than this
 Indices = NDArray[np.int64]
 
 
@@ -44,17 +51,73 @@ class Task(Protocol):
 
 @dataclass
 class Result:
-    status: Status = "ok"
-    message: str = ""
+    """What a run has so far; down to the best weights, it goes into the checkpoint."""
+
     losses: list[float] = field(default_factory=list)  # one a step
+    step_seconds: list[float] = field(default_factory=list)  # waiting for data included
+    seconds: dict[Account, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes, by the fields of Memory
     history: list[Point] = field(default_factory=list)
+    best_weights: dict[str, Any] | None = None
     quality: Quality | None = None
     time: Time | None = None
     memory: Memory | None = None
+    status: Status = "ok"
+    message: str = ""
+    signal: int = 0  # that interrupted it
+
+    def best(self) -> Point:
+        """The highest dev accuracy; the earliest of equals."""
+        return max(self.history, key=lambda point: point.dev_accuracy)
+
+
+@dataclass
+class Forecast:
+    """What a run would cost, from a few steps of it."""
+
+    measured_steps: int
+    step_seconds: float
+    train_seconds: float
+    evaluation_seconds: float
+    memory: Memory
 
 
 class Diverged(Exception):
-    pass
+    """A loss is not finite."""
+
+
+class CompileFailed(Exception):
+    """torch.compile does not work on this machine: one sentence."""
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM came, and the loop is between two steps or in an evaluation, where nothing is half done."""
+
+
+class Stop:
+    """While entered, the first SIGINT or SIGTERM is but a request, which `check` raises; a second acts as ever."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __enter__(self) -> Self:
+        here = threading.current_thread() is threading.main_thread()  # no other may set handlers
+        self.before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
+        for number in self.before:
+            signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.signal = number
+        self.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        if self.signal:
+            raise Stopped
 
 
 class Trainer:
@@ -62,8 +125,10 @@ class Trainer:
 
     pad="full" pads every batch to the task's length, as the base code does; "trim" to its longest text (rounded up),
     which changes no output. `bucket` puts texts of like length into one batch.
+    accumulate=K takes a batch in K parts, one after the other: less memory, the same gradient.
+    `precision`: float32, or mixed with bfloat16 or float16 (and a loss scaler); "auto": float16 on CUDA, else float32.
     Dev accuracy is taken every `evaluate_every` steps and at the end, always on the same `dev_examples` examples.
-    The weights with the best dev accuracy (the earliest of equals) are tested on the whole test split.
+    The weights with the best dev accuracy (the earliest of equals) are tested on the whole test split; so are the last.
     Modules with a `redraw` are told of each step (`step()`): it is time for a new draw then, or not.
     `telemetry`: at each evaluation, every module that has a method of that name is asked about a batch of dev texts.
     """
@@ -75,14 +140,24 @@ class Trainer:
         batch_size: int,
         learning_rate: float,
         evaluate_every: int,
-        dev_examples: int,
+        dev_examples: int | Literal["all"],
         cycle_momentum: bool,
         pad: Literal["full", "trim"],
         bucket: bool,
+        accumulate: int = 1,
+        precision: Precision = "float32",
+        tf32: bool = False,
+        compile: bool = False,
+        checkpoint_every: int = 200,
         telemetry: bool = False,
     ):
-        whole(steps=steps, batch_size=batch_size, evaluate_every=evaluate_every, dev_examples=dev_examples)
+        whole(steps=steps, batch_size=batch_size, evaluate_every=evaluate_every, accumulate=accumulate)
+        whole(checkpoint_every=checkpoint_every)
         whole(at_least=2, warmup_steps=warmup_steps)  # the schedule counts the steps between its first and its peak
+        if dev_examples != "all":
+            whole(dev_examples=dev_examples)
+        if accumulate > batch_size:
+            raise ValueError(f"accumulate={accumulate} must be at most batch_size={batch_size}: a part has an example")
         if not 0 < learning_rate < math.inf:
             raise ValueError(f"learning_rate={learning_rate!r} must be above 0 and finite")
         self.warmup_steps = warmup_steps
@@ -94,6 +169,11 @@ class Trainer:
         self.cycle_momentum = cycle_momentum
         self.trim = pad == "trim"
         self.bucket = bucket
+        self.accumulate = accumulate
+        self.precision = precision
+        self.tf32 = tf32
+        self.compile = compile
+        self.checkpoint_every = checkpoint_every
         self.telemetry = telemetry
 
     def fit(
@@ -102,164 +182,415 @@ class Trainer:
         task: Task,
         device: torch.device,
         seed: int,
-        log: Callable[[dict[str, Any]], Any] | None = None,
+        save: Callable[[dict[str, Any]], None] | None = None,
+        saved: dict[str, Any] | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
     ) -> Result:
-        """Train `model` on `device` and test it. A failure is a result with its status, not an exception."""
-        result = Result()
-        try:
-            self._fit(model.to(device), task, device, seed, log, result)
-        except Diverged as error:
-            result.status, result.message = "diverged", str(error)
-        except KeyboardInterrupt:
-            result.status, result.message = "interrupted", f"stopped after {len(result.losses)} steps"
-        except Exception as error:
-            if not devices.is_out_of_memory(error):
-                raise
-            result.status = "oom"
-            result.message = f"out of memory after {len(result.losses)} steps: lower trainer.batch_size"
+        """Train `model` on `device` and test it. A failure is a result with its status, not an exception.
+
+        `save` gets the state of the run every `checkpoint_every` steps, at evaluations and when it is asked to stop;
+        `saved` is such a state, to go on from. `log` gets each point of the history.
+        """
+        with Stop() as stop:
+            run = _Run(self, model, task, device, seed, stop, save, log)
+            result = run.result
+            if saved:
+                run.load(saved)
+            try:
+                run.train()
+                run.test()
+            except Diverged as error:
+                result.status, result.message = "diverged", str(error)
+            except Stopped:
+                result.status, result.signal = "interrupted", stop.signal
+            except KeyboardInterrupt:  # the second one, or from a thread that has no handlers
+                result.status, result.signal = "interrupted", signal.SIGINT
+            except Exception as error:
+                if self.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    reason = str(error).strip().partition("\n")[0]
+                    raise CompileFailed(f"trainer.compile=true does not work here ({reason}): leave it out") from error
+                if not devices.is_out_of_memory(error):
+                    raise
+                result.status = "oom"
+                result.message = (
+                    f"out of memory after {len(result.losses):,} steps: raise trainer.accumulate={self.accumulate} "
+                    f"(the same batch in more parts) or lower trainer.batch_size={self.batch_size}"
+                )
+            finally:
+                run.close()
+        if result.signal:
+            result.message = f"{signal.Signals(result.signal).name} after {len(result.losses):,} steps"
         return result
 
-    def _fit(
+    def forecast(self, model: nn.Module, task: Task, device: torch.device, seed: int) -> Forecast:
+        """Take a few steps from all over the schedule, and evaluate a few batches, to say what the whole would cost."""
+        run = _Run(self, model, task, device, seed, Stop())
+        feed = run.feed(np.linspace(0, self.total_steps - 1, FORECAST + 1).astype(int).tolist())
+        while len(run.result.losses) <= FORECAST and sum(run.result.step_seconds[1:]) < DRY_SECONDS:
+            run.step(feed)
+        seconds = run.result.step_seconds[1:]  # the first one warms up
+        dev = task.splits["dev"]
+        by_length = run.dev_indices[np.argsort(dev.lengths[run.dev_indices], kind="stable")]
+        some = by_length[:: -(-len(by_length) // (4 * self.batch_size))]  # about four batches
+        run.clock.book("pause")
+        run.evaluate(dev, some)
+        an_example = run.clock.book("evaluation") / len(some)
+        run.close()
+        assert run.result.memory
+        return Forecast(
+            measured_steps=len(seconds),
+            step_seconds=float(np.mean(seconds)),
+            train_seconds=float(np.mean(seconds)) * self.total_steps,
+            evaluation_seconds=an_example * run.examples_to_evaluate(),
+            memory=run.result.memory,
+        )
+
+    def due(self, step: int) -> bool:
+        """Is this a step after which there is an evaluation?"""
+        return step == self.total_steps or (step > 0 and step % self.evaluate_every == 0)
+
+
+class _Run:
+    """One training, from its first step or from a saved state to its end."""
+
+    def __init__(
         self,
+        settings: Trainer,
         model: nn.Module,
         task: Task,
         device: torch.device,
         seed: int,
-        log: Callable[[dict[str, Any]], Any] | None,
-        result: Result,
-    ) -> None:
-        train, dev, test = (task.splits[name] for name in ("train", "dev", "test"))
-        optimizer, schedule = self._optimizer(model)
-        order = task.order(self.batch_size, seed, self.bucket)
-        batches = (train.batch(order.indices(step), self.trim) for step in range(self.total_steps))
-        feed = devices.feed(device, batches)
+        stop: Stop,
+        save: Callable[[dict[str, Any]], None] | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
+    ):
+        self.settings = settings
+        self.device = device
+        self.precision = devices.choose_precision(settings.precision, device)
+        self.splits = task.splits
+        self.order = task.order(settings.batch_size, seed, settings.bucket)
+        self.stop, self.write, self.log = stop, save, log
+        self.model = model.to(device)
+        if settings.compile:
+            self.model.compile()
+        self.optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, eps=EPS, weight_decay=0)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer,
+            settings.learning_rate,
+            total_steps=settings.total_steps,
+            pct_start=settings.warmup_steps / settings.total_steps,
+            anneal_strategy="linear",
+            cycle_momentum=settings.cycle_momentum,
+        )
+        self.scaler = devices.scaler(device, self.precision)
+        self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
         # The same dev examples in every run, whatever its seed.
-        dev_indices = np.sort(np.random.default_rng(0).permutation(len(dev))[: self.dev_examples])
-        redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
-        step_seconds: list[float] = []
-        data_wait = evaluation_seconds = 0.0
-        best_accuracy, best_step, best_weights, best = -1.0, 0, model.state_dict(), ""
+        dev = len(task.splits["dev"])
+        wanted = dev if settings.dev_examples == "all" else settings.dev_examples
+        self.dev_indices = np.sort(np.random.default_rng(0).permutation(dev)[:wanted])
+        self.rate = 0.0
+        self.result = Result()
+        self.screen = Screen()
+        self.fresh = True  # this process has not taken a step yet
+        self.clock = devices.Clock(device, self.result.seconds)
 
-        model.train()
-        with tqdm(total=self.total_steps, unit="step", disable=None, mininterval=0.5) as bar:
-            for step in range(1, self.total_steps + 1):
-                begin = devices.now(device)
-                ids, labels = next(feed)
-                ready = devices.now(device)
-                loss = F.cross_entropy(model(ids), labels)
-                loss.backward()
-                nn.utils.clip_grad_value_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
-                for feature_map in redrawn:
-                    feature_map.step()
-                rate = float(schedule.get_last_lr()[0])
-                schedule.step()
-                result.losses.append(loss.item())
-                step_seconds.append(devices.now(device) - begin)
-                data_wait += ready - begin
-                bar.update()
+    def train(self) -> None:
+        result, settings = self.result, self.settings
+        feed = self.feed(range(len(result.losses), settings.total_steps))
+        try:
+            while True:
+                step = len(result.losses)
+                if settings.due(step) and self.evaluated() < step:
+                    self.evaluate_dev()
+                    self.save()
+                if step == settings.total_steps:
+                    return
+                self.stop.check()
+                self.step(feed)
+                step += 1
                 _check_finite("the loss", result.losses[-1], step)
-                if step == 1:
-                    longest = np.resize(np.argsort(-train.lengths, kind="stable"), self.batch_size)
-                    ids, labels = next(devices.feed(device, [train.batch(longest, self.trim)]))
-                    result.memory = _measure_memory(model, optimizer, device, ids, labels)
-                if step % self.evaluate_every and step != self.total_steps:
-                    bar.set_postfix_str(f"loss {result.losses[-1]:.3f}{best}", refresh=False)
-                    continue
+                if step == FORECAST and step < settings.total_steps:
+                    left = self.seconds_left()
+                    end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
+                    self.screen.line(f"expected end: {end}, in {duration(left)}")
+                self.screen.live(self.line)
+                if step % settings.checkpoint_every == 0 or settings.due(step):
+                    self.save()
+        except Stopped:
+            self.save()
+            raise
 
-                begin = devices.now(device)
-                outcomes, dev_loss = evaluate(model, dev, dev_indices, self.batch_size, device, self.trim)
-                evaluation_seconds += devices.now(device) - begin
-                _check_finite("the dev loss", dev_loss, step)
-                since = result.history[-1].step if result.history else 0
-                point = Point(
-                    step=step,
-                    train_loss=float(np.mean(result.losses[since:])),
-                    dev_loss=dev_loss,
-                    dev_accuracy=float(outcomes.mean()),
-                    learning_rate=rate,
-                    train_seconds=sum(step_seconds),
-                )
-                if self.telemetry:
-                    ids, _ = next(devices.feed(device, [dev.batch(dev_indices[: self.batch_size], self.trim)]))
-                    point.telemetry = observe(model, ids)
-                result.history.append(point)
-                if point.dev_accuracy > best_accuracy:
-                    best_accuracy, best_step = point.dev_accuracy, step
-                    best_weights = copy.deepcopy(model.state_dict())
-                    best = f", best dev accuracy {best_accuracy:.2%}"
-                bar.write(self._line(point, (point.train_seconds + evaluation_seconds) / step))
-                for name, value in point.telemetry.items():
-                    bar.write(f"  {name} {value:.4g}")
-                if log:
-                    log(point.model_dump(exclude={"telemetry"}) | point.telemetry)
+    def feed(self, steps: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
+        train = self.splits["train"]
+        return devices.feed(self.device, (train.batch(self.order.indices(s), self.settings.trim) for s in steps))
 
-        begin = devices.now(device)
+    def step(self, feed: Iterator[tuple[Tensor, ...]]) -> None:
+        """The next batch, its gradient, one step of the optimiser."""
+        self.clock.book("pause")
+        ids, labels = next(feed)
+        waited = self.clock.book("data_wait")
+        loss = self.gradient(ids, labels)
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        for feature_map in self.redrawn:
+            feature_map.step()
+        self.rate = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        self.result.step_seconds.append(waited + self.clock.book("training"))
+        self.result.losses.append(float(loss))  # the device is done: nothing waits for this number
+        if self.fresh:
+            self.measure_memory()
+            self.fresh = False
+
+    def gradient(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Of the mean loss, which is returned; part by part."""
+        parts = self.settings.accumulate
+        total = torch.zeros((), device=self.device)
+        for part_ids, part_labels in zip(ids.chunk(parts), labels.chunk(parts), strict=True):
+            with devices.autocast(self.device, self.precision):
+                logits = self.model(part_ids)
+            loss = F.cross_entropy(logits.float(), part_labels) * (len(part_labels) / len(labels))
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def evaluate(self, split: Split, indices: Indices) -> tuple[NDArray[np.bool_], float]:
+        def tick(done: int) -> None:
+            self.stop.check()
+            self.screen.live(lambda: f"evaluating: {done:,} of {len(indices):,} examples")
+
+        own = self.settings
+        return evaluate(self.model, split, indices, own.batch_size, self.device, own.trim, self.precision, tick)
+
+    def evaluate_dev(self) -> None:
+        """A point of the history, and the best weights so far."""
+        result, dev = self.result, self.splits["dev"]
+        step = len(result.losses)
+        self.note_cuda_peaks("peak_bytes", "reserved_bytes")
+        self.clock.book("pause")
+        outcomes, dev_loss = self.evaluate(dev, self.dev_indices)
+        self.clock.book("evaluation")
+        self.note_cuda_peaks("evaluation_peak_bytes", "evaluation_reserved_bytes")
+        _check_finite("the dev loss", dev_loss, step)
+        point = Point(
+            step=step,
+            train_loss=float(np.mean(result.losses[self.evaluated() :])),
+            dev_loss=dev_loss,
+            dev_accuracy=float(outcomes.mean()),
+            learning_rate=self.rate,
+            train_seconds=sum(result.step_seconds),
+        )
+        if self.settings.telemetry:
+            some = self.dev_indices[: self.settings.batch_size]
+            ids, _ = next(devices.feed(self.device, [dev.batch(some, self.settings.trim)]))
+            point.telemetry = observe(self.model, ids)
+        result.history.append(point)
+        if result.best() is point:
+            result.best_weights = copy.deepcopy(self.model.state_dict())
+        self.screen.line(self.line())
+        for name, value in point.telemetry.items():
+            self.screen.line(f"  {name} {value:.4g}")
+        if self.log:
+            self.log(point.model_dump(exclude={"telemetry"}) | point.telemetry)
+
+    def evaluated(self) -> int:
+        """The step of the last evaluation."""
+        return self.result.history[-1].step if self.result.history else 0
+
+    def test(self) -> None:
+        """The last weights and, if they are not the same, the best ones, which the model has from then on."""
+        result, test = self.result, self.splits["test"]
         everything = np.arange(len(test))
-        last, _ = evaluate(model, test, everything, self.batch_size, device, self.trim)
+        best = result.best()
+        self.clock.book("pause")
+        last, _ = self.evaluate(test, everything)
         outcomes = last
-        if best_step != self.total_steps:
-            model.load_state_dict(best_weights)
-            outcomes, _ = evaluate(model, test, everything, self.batch_size, device, self.trim)
-        evaluation_seconds += devices.now(device) - begin
+        if best.step != self.settings.total_steps:
+            self.model.load_state_dict(cast(dict[str, Any], result.best_weights))
+            outcomes, _ = self.evaluate(test, everything)
+        self.clock.book("evaluation")
+        self.note_cuda_peaks("evaluation_peak_bytes", "evaluation_reserved_bytes")
         result.quality = Quality(
             test_accuracy=float(outcomes.mean()),
             test_examples=len(outcomes),
             correct=pack_bits(outcomes),
-            dev_accuracy=best_accuracy,
-            dev_step=best_step,
-            dev_examples=len(dev_indices),
+            dev_accuracy=best.dev_accuracy,
+            dev_step=best.step,
+            dev_examples=len(self.dev_indices),
+            dev_subset=hashlib.sha256(self.dev_indices.tobytes()).hexdigest()[:8],
             last_dev_accuracy=result.history[-1].dev_accuracy,
             last_test_accuracy=float(last.mean()),
         )
-        p10, p50, p90 = np.percentile(step_seconds, [10, 50, 90]).tolist()
+
+    def save(self) -> None:
+        """Hand over all that a later process needs. The sampler's state is the number of steps."""
+        if not self.write:
+            return
+        result = self.result
+        self.note_resident_peak()
+        self.clock.book("pause")
+        self.write(
+            {
+                "step": len(result.losses),
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "random": devices.random_state(self.device),
+                "rate": self.rate,
+                "losses": torch.tensor(result.losses, dtype=torch.float64),
+                "step_seconds": torch.tensor(result.step_seconds, dtype=torch.float64),
+                "seconds": dict(result.seconds),
+                "peaks": result.peaks,
+                "history": [point.model_dump() for point in result.history],
+                "best_weights": result.best_weights,
+            }
+        )
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from what `save` handed over."""
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        self.scaler.load_state_dict(saved["scaler"])
+        devices.set_random_state(self.device, saved["random"])
+        self.rate = saved["rate"]
+        self.result.losses = saved["losses"].tolist()
+        self.result.step_seconds = saved["step_seconds"].tolist()
+        self.result.seconds.update(saved["seconds"])
+        self.result.peaks = saved["peaks"]
+        self.result.history = [Point(**point) for point in saved["history"]]
+        self.result.best_weights = saved["best_weights"]
+
+    def measure_memory(self) -> None:
+        """After the first step, when the optimiser has its moments. Untimed; changes nothing.
+
+        CPU: one extra pass of training and one of evaluation, each on the longest texts. CUDA's allocator counts by
+        itself in every step; what the first one took is forgotten here.
+        """
+        if devices.is_cuda(self.device):
+            devices.cuda_peaks(self.device)
+            return
+        if "peak_bytes" in self.result.peaks:  # measured before this process
+            return
+        before = copy.deepcopy(self.model.state_dict())  # running averages move with each pass
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        state = [*self.model.parameters(), *self.model.buffers(), *(t for t in moments if isinstance(t, Tensor))]
+        for name, split in (("peak_bytes", self.splits["train"]), ("evaluation_peak_bytes", self.splits["dev"])):
+            longest = np.resize(np.argsort(-split.lengths, kind="stable"), self.settings.batch_size)
+
+            def work(split: Split = split, longest: Indices = longest) -> None:
+                if split is self.splits["dev"]:
+                    self.evaluate(split, longest)
+                    return
+                self.gradient(*next(devices.feed(self.device, [split.batch(longest, self.settings.trim)])))
+                self.optimizer.zero_grad()
+
+            self.result.peaks[name], _ = devices.peak_bytes(self.device, state, work)
+        self.model.load_state_dict(before)
+
+    def note_cuda_peaks(self, allocated: str, reserved: str) -> None:
+        """The allocator's peaks since they were last noted, under these fields of Memory."""
+        if devices.is_cuda(self.device):
+            for name, value in zip((allocated, reserved), devices.cuda_peaks(self.device), strict=True):
+                self.result.peaks[name] = max(value, self.result.peaks.get(name, 0))
+
+    def note_resident_peak(self) -> None:
+        if resident := devices.resident_peak():
+            self.result.peaks["resident_peak_bytes"] = max(resident, self.result.peaks.get("resident_peak_bytes", 0))
+
+    def seconds_left(self) -> float:
+        """From the mean step and evaluation; before the first of these, a forward pass counts as a third of a step."""
+        result = self.result
+        evaluated = len(result.history) * len(self.dev_indices)
+        an_example = self.a_step() / self.settings.batch_size / 3
+        if evaluated:
+            an_example = result.seconds["evaluation"] / evaluated
+        left = self.settings.total_steps - len(result.losses)
+        return left * self.a_step() + self.examples_to_evaluate() * an_example
+
+    def a_step(self) -> float:
+        """Mean seconds of the last steps, the slow first one left out."""
+        return float(np.mean(self.result.step_seconds[1:][-1000:] or self.result.step_seconds))
+
+    def examples_to_evaluate(self) -> int:
+        """From here to the end: dev examples as often as they are due, and the test split for the best and the last."""
+        steps = range(len(self.result.losses) + 1, self.settings.total_steps + 1)
+        return sum(map(self.settings.due, steps)) * len(self.dev_indices) + 2 * len(self.splits["test"])
+
+    def line(self) -> str:
+        """Step, loss (mean since the last evaluation), dev accuracy, steps/s, memory, time left."""
+        result, step = self.result, len(self.result.losses)
+        loss = result.history[-1].train_loss if self.evaluated() == step else np.mean(result.losses[self.evaluated() :])
+        parts = [f"step {step:>6,}/{self.settings.total_steps:,}", f"loss {loss:.4f}"]
+        if result.history:
+            parts.append(f"dev accuracy {result.history[-1].dev_accuracy:6.2%}")
+        parts.append(f"{1 / self.a_step():.3g} steps/s")
+        if peak := result.peaks.get("peak_bytes"):
+            parts.append(mebibytes(peak))
+        return "  ".join([*parts, f"{duration(self.seconds_left())} left"])
+
+    def close(self) -> None:
+        """Time and memory, of a failed run too."""
+        result, seconds = self.result, self.result.step_seconds
+        self.screen.close()
+        self.clock.book("pause")
+        if not seconds:
+            return
+        p10, p50, p90 = np.percentile(seconds, [10, 50, 90]).tolist()
         result.time = Time(
-            train_seconds=sum(step_seconds),
-            warmup_seconds=sum(step_seconds[: self.warmup_steps]),
-            data_wait_seconds=data_wait,
-            evaluation_seconds=evaluation_seconds,
+            train_seconds=sum(seconds),
+            warmup_seconds=sum(seconds[: self.settings.warmup_steps]),
+            data_wait_seconds=result.seconds["data_wait"],
+            evaluation_seconds=result.seconds.get("evaluation", 0.0),
+            pause_seconds=result.seconds["pause"],
             step_p10=p10,
             step_p50=p50,
             step_p90=p90,
         )
-
-    def _optimizer(self, model: nn.Module) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.OneCycleLR]:
-        optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, eps=EPS, weight_decay=0)
-        return optimizer, torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            self.learning_rate,
-            total_steps=self.total_steps,
-            pct_start=self.warmup_steps / self.total_steps,
-            anneal_strategy="linear",
-            cycle_momentum=self.cycle_momentum,
-        )
-
-    def _line(self, point: Point, seconds_a_step: float) -> str:
-        minutes, seconds = divmod(round((self.total_steps - point.step) * seconds_a_step), 60)
-        return (
-            f"step {point.step:>6,}/{self.total_steps:,}  loss {point.train_loss:.4f}  dev accuracy "
-            f"{point.dev_accuracy:6.2%}  {1 / seconds_a_step:.1f} steps/s  {minutes}:{seconds:02} left"
-        )
+        self.note_resident_peak()
+        if "peak_bytes" in result.peaks:
+            how = (
+                "CUDA allocator's peaks over all steps but the first of a process"
+                if devices.is_cuda(self.device)
+                else "peak of live tensor bytes (allocator events) in one extra pass on the longest batch"
+            )
+            result.memory = Memory(**result.peaks, method=how)
 
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, split: Split, indices: Indices, batch_size: int, device: torch.device, trim: bool
+    model: nn.Module,
+    split: Split,
+    indices: Indices,
+    batch_size: int,
+    device: torch.device,
+    trim: bool,
+    precision: Precision = "float32",
+    tick: Callable[[int], None] = lambda done: None,
 ) -> tuple[NDArray[np.bool_], float]:
-    """Which of the examples the model gets right, in the order of `indices`, and the mean loss."""
+    """Which of the examples the model gets right, in the order of `indices`, and the mean loss.
+
+    `tick` is told before each batch how many examples are done.
+    """
     model.eval()
-    outcomes = np.empty(len(indices), bool)
-    loss = 0.0
     by_length = np.argsort(split.lengths[indices], kind="stable")  # so that trimming pays
     batches = [by_length[start : start + batch_size] for start in range(0, len(indices), batch_size)]
-    feed = devices.feed(device, (split.batch(indices[places], trim) for places in batches))
-    for places, (ids, labels) in zip(batches, feed, strict=True):
-        logits = model(ids)
-        outcomes[places] = (logits.argmax(-1) == labels).cpu().numpy()
-        loss += F.cross_entropy(logits, labels, reduction="sum").item()
+    right: list[Tensor] = []
+    losses: list[Tensor] = []
+    for ids, labels in devices.feed(device, (split.batch(indices[places], trim) for places in batches)):
+        tick(len(right) * batch_size)
+        with devices.autocast(device, precision):
+            logits = model(ids).float()
+        right.append(logits.argmax(-1) == labels)
+        losses.append(F.cross_entropy(logits, labels, reduction="sum"))
     model.train()
-    return outcomes, loss / len(indices)
+    outcomes = np.empty(len(indices), bool)
+    outcomes[by_length] = torch.cat(right).cpu().numpy()
+    return outcomes, float(torch.stack(losses).double().sum()) / len(indices)
 
 
 @torch.inference_mode()
@@ -289,20 +620,3 @@ def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
 def _check_finite(name: str, loss: float, step: int) -> None:
     if not math.isfinite(loss):
         raise Diverged(f"{name} is {loss} at step {step}: lower task.learning_rate")
-
-
-def _measure_memory(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ids: Tensor, labels: Tensor
-) -> Memory:
-    """Peak of one forward and backward pass, parameters and optimiser included. Untimed; changes nothing."""
-    before = copy.deepcopy(model).cpu().state_dict()  # running averages move with each pass
-
-    def step() -> None:
-        F.cross_entropy(model(ids), labels).backward()
-        optimizer.zero_grad()
-
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    state = [*model.parameters(), *model.buffers(), *(t for t in moments if isinstance(t, Tensor)), ids]
-    peak, method = devices.peak_bytes(device, state, step)
-    model.load_state_dict(before)
-    return Memory(peak_bytes=peak, method=method)

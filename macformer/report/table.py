@@ -27,7 +27,8 @@ ROOT = Path(__file__).parent.parent.parent
 PAPER = json.loads((ROOT / "results" / "paper.json").read_text())
 MEASURES = ("time", "memory", "accuracy")
 BASELINE = "transformer"
-NOT_CONDITIONS = ("seed", "device", "threads", *records.NOT_IN_RUN_ID)  # the machine stands in the environment
+# Device, threads and precision stand in the environment.
+NOT_CONDITIONS = ("name", "seed", "device", "threads", "precision", *records.NOT_IN_RUN_ID)
 
 
 def load(results: Path) -> tuple[list[Record], list[str]]:
@@ -110,34 +111,28 @@ def _paper(model: str, task: str) -> Paper:
             config = compose("train", [f"model={model}", f"task={task}"])
     except MissingConfigException:
         return Paper({}, {})
-    raw = _flat(OmegaConf.to_container(config))
+    raw = records.flat(OmegaConf.to_container(config))
     follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
-    return Paper(_flat(OmegaConf.to_container(config, resolve=True)), follows)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {key: value for name in tree for key, value in _flat(tree[name], f"{prefix}.{name}".strip(".")).items()}
+    return Paper(records.flat(OmegaConf.to_container(config, resolve=True)), follows)
 
 
 def _place(record: Record, paper: Paper) -> Run:
     """Sort a run's differences into row, shared and own conditions."""
-    actual = _flat(record.config)
+    actual = records.flat(record.config)
     row, shared, own = [], [], []
     if record.data.source == "stand-in":
         own.append(f"{record.task} on STAND-IN data, not LRA's")
     for key in sorted(actual.keys() | paper.values.keys()):
         group, _, name = key.partition(".")
         value, original = actual.get(key), paper.values.get(key)
-        if value == original or group in NOT_CONDITIONS or name in ("name", "telemetry"):
+        if value == original or group in NOT_CONDITIONS or name in NOT_CONDITIONS:
             continue
         if key in paper.follows and value == actual.get(paper.follows[key]):
             continue  # said where it comes from
         if group == "protocol" and key not in paper.follows.values():
             continue  # of another task
         change = f"{name or group} = {value}"
-        if key not in paper.follows:  # else the paper's value depends on the task
+        if not paper.follows.get(key, "").startswith("task."):  # else the paper's value depends on the task
             change += f" (paper: {original})"
         if group == "model":
             row.append(f"{name}={value}")

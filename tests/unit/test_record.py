@@ -58,7 +58,7 @@ def test_what_does_not_fit_the_schema_is_refused_by_name(
 ) -> None:
     _, file = run
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=f"{file.name} is not a run record of schema 1: {complaint}"):
+    with pytest.raises(ValueError, match=f"{file.name} is not a run record of schema 2: {complaint}"):
         records.read(file)
 
 

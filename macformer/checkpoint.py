@@ -1,0 +1,128 @@
+"""The checkpoint of a run: one file, whole or not there. Loading it runs no code from it."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+
+from macformer.record import Session, decisive, flat
+
+FORMAT = 1
+# At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
+MAY_DIFFER = ("device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile")
+KEPT = ("step", "model", "best_weights", "losses")  # of a finished run, for `evaluate=`
+
+
+class CheckpointError(Exception):
+    """A file that is no checkpoint, or not the one that is wanted: one sentence."""
+
+
+@dataclass
+class Checkpoint:
+    """<folder>/checkpoint.pt, marked with the run that it belongs to."""
+
+    folder: Path
+    run_id: str
+    config: dict[str, Any]
+    fingerprint: str  # of the data
+    sessions: list[Session] = field(default_factory=list)  # the processes that worked on the run so far
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process works on this run at the same time. The lock of one that was killed is free."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(self.folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise CheckpointError(f"{self.run_id} is being trained by another process ({lock.lock_file})") from None
+        with lock:
+            yield
+
+    def unfinished(self) -> dict[str, Any] | None:
+        """The state to go on from, if there is one; its sessions are known from now on."""
+        if not self.file.exists():
+            return None
+        saved = load(self.file)
+        if saved["run_id"] != self.run_id:
+            raise CheckpointError(f"{self.file} is of {saved['run_id']}: move it away, or delete it")
+        if saved["done"]:
+            return None
+        self.sessions = [Session(**session) for session in saved["sessions"]]
+        return saved
+
+    def save(self, state: dict[str, Any], done: bool = False) -> None:
+        """A disk that is full costs the checkpoint, not the run."""
+        marks = {
+            "format": FORMAT,
+            "done": done,
+            "run_id": self.run_id,
+            "config": json.dumps(decisive(self.config)),
+            "fingerprint": self.fingerprint,
+            "sessions": [session.model_dump() for session in self.sessions],
+        }
+        try:
+            write(self.file, state | marks)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+            print(f"warning: {self.file} cannot be written, the run goes on without: {error}", file=sys.stderr)
+
+    def finish(self) -> None:
+        """Nothing is left to go on from; the weights stay."""
+        if self.file.exists():
+            self.save({key: value for key, value in load(self.file).items() if key in KEPT}, done=True)
+
+    def drop(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+
+def write(file: Path, state: dict[str, Any]) -> None:
+    """Under a temporary name, then renamed: whoever is killed while writing leaves the one before it."""
+    fresh = file.with_suffix(".tmp")
+    try:
+        with open(fresh, "wb") as stream:
+            torch.save(state, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, file)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def load(file: Path) -> dict[str, Any]:
+    """What was saved, its tensors on the CPU."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint {file}") from None
+    except Exception as error:  # what is no checkpoint can raise anything
+        raise CheckpointError(f"{file} cannot be read as a checkpoint: delete it to start anew") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not a checkpoint of format {FORMAT}: delete it to start anew")
+    return state
+
+
+def load_for(config: dict[str, Any], fingerprint: str, name: str) -> dict[str, Any]:
+    """The checkpoint of that file or run id, if it was made with this configuration and these data."""
+    file = Path(name) if name.endswith(".pt") else Path(config["paths"]["outputs"]) / name / "checkpoint.pt"
+    saved = load(file)
+    theirs, ours = flat(json.loads(saved["config"])), flat(json.loads(json.dumps(decisive(config))))
+    theirs["data"], ours["data"] = saved["fingerprint"], fingerprint
+    differing = [
+        f"{key}={theirs.get(key)} (here {ours.get(key)})"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key) and key not in MAY_DIFFER
+    ]
+    if differing:
+        raise CheckpointError(f"{file} was trained with {', '.join(differing)}: evaluate it with the same keys")
+    return saved

@@ -1,0 +1,36 @@
+"""Curves, configuration and the record to Weights & Biases, besides the record on disk."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import wandb
+
+
+class Wandb:
+    """mode="auto" is online for whoever is logged in and offline for all others: no question, no network."""
+
+    def __init__(
+        self,
+        project: str,
+        mode: Literal["auto", "online", "offline", "disabled"],
+        dir: str,
+        settings: dict[str, Any],
+        run_id: str,
+    ):
+        if mode == "auto":
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        Path(dir).mkdir(parents=True, exist_ok=True)
+        self.run_id = run_id
+        # A run that goes on after a kill goes on there, too.
+        self.run = wandb.init(project=project, mode=mode, dir=dir, config=settings, id=run_id, resume="allow")
+
+    def log(self, point: dict[str, Any]) -> None:
+        self.run.log(point, step=point["step"])
+
+    def finish(self, record: Path) -> None:
+        """The record as an artifact."""
+        if record.exists():
+            artifact = wandb.Artifact(self.run_id, type="record")
+            artifact.add_file(str(record))
+            self.run.log_artifact(artifact)
+        self.run.finish()
