@@ -180,15 +180,17 @@ def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[],
     CUDA: the allocator's own peak. CPU: the peak of live tensor bytes, summed over the allocator's events; the
     operating system's figure would also hold torch itself and whatever the allocator keeps.
     """
-    with torch.random.fork_rng([device] if is_cuda(device) else []):
-        if is_cuda(device):
-            cuda.synchronize(device)
-            cuda.reset_peak_memory_stats(device)
-            work()
-            cuda.synchronize(device)
-            return cuda.max_memory_allocated(device), "CUDA allocator's peak"
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            work()
+    before = random_state(device)
+    if is_cuda(device):
+        cuda.synchronize(device)
+        cuda.reset_peak_memory_stats(device)
+        work()
+        cuda.synchronize(device)
+        set_random_state(device, before)
+        return cuda.max_memory_allocated(device), "CUDA allocator's peak"
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    set_random_state(device, before)
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results, "the profiler gave no events"
     live = peak = sum(t.numel() * t.element_size() for t in state)

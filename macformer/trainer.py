@@ -191,14 +191,17 @@ class Trainer:
         `save` gets the state of the run every `checkpoint_every` steps, at evaluations and when it is asked to stop;
         `saved` is such a state, to go on from. `log` gets each point of the history.
         """
+        result = Result()
         with Stop() as stop:
-            run = _Run(self, model, task, device, seed, stop, save, log)
-            result = run.result
-            if saved:
-                run.load(saved)
             try:
-                run.train()
-                run.test()
+                run = _Run(self, model, task, device, seed, result, stop, save, log)
+                if saved:
+                    run.load(saved)
+                try:
+                    run.train()
+                    run.test()
+                finally:
+                    run.close()
             except Diverged as error:
                 result.status, result.message = "diverged", str(error)
             except Stopped:
@@ -216,15 +219,13 @@ class Trainer:
                     f"out of memory after {len(result.losses):,} steps: raise trainer.accumulate={self.accumulate} "
                     f"(the same batch in more parts) or lower trainer.batch_size={self.batch_size}"
                 )
-            finally:
-                run.close()
         if result.signal:
             result.message = f"{signal.Signals(result.signal).name} after {len(result.losses):,} steps"
         return result
 
     def forecast(self, model: nn.Module, task: Task, device: torch.device, seed: int) -> Forecast:
         """Take a few steps from all over the schedule, and evaluate a few batches, to say what the whole would cost."""
-        run = _Run(self, model, task, device, seed, Stop())
+        run = _Run(self, model, task, device, seed, Result(), Stop())
         feed = run.feed(np.linspace(0, self.total_steps - 1, FORECAST + 1).astype(int).tolist())
         while len(run.result.losses) <= FORECAST and sum(run.result.step_seconds[1:]) < DRY_SECONDS:
             run.step(feed)
@@ -241,7 +242,7 @@ class Trainer:
             measured_steps=len(seconds),
             step_seconds=float(np.mean(seconds)),
             train_seconds=float(np.mean(seconds)) * self.total_steps,
-            evaluation_seconds=an_example * run.examples_to_evaluate(),
+            evaluation_seconds=an_example * run.examples_to_evaluate(0),
             memory=run.result.memory,
         )
 
@@ -260,6 +261,7 @@ class _Run:
         task: Task,
         device: torch.device,
         seed: int,
+        result: Result,
         stop: Stop,
         save: Callable[[dict[str, Any]], None] | None = None,
         log: Callable[[dict[str, Any]], None] | None = None,
@@ -289,7 +291,7 @@ class _Run:
         wanted = dev if settings.dev_examples == "all" else settings.dev_examples
         self.dev_indices = np.sort(np.random.default_rng(0).permutation(dev)[:wanted])
         self.rate = 0.0
-        self.result = Result()
+        self.result = result
         self.screen = Screen()
         self.fresh = True  # this process has not taken a step yet
         self.clock = devices.Clock(device, self.result.seconds)
@@ -510,15 +512,15 @@ class _Run:
         if evaluated:
             an_example = result.seconds["evaluation"] / evaluated
         left = self.settings.total_steps - len(result.losses)
-        return left * self.a_step() + self.examples_to_evaluate() * an_example
+        return left * self.a_step() + self.examples_to_evaluate(len(result.losses)) * an_example
 
     def a_step(self) -> float:
         """Mean seconds of the last steps, the slow first one left out."""
         return float(np.mean(self.result.step_seconds[1:][-1000:] or self.result.step_seconds))
 
-    def examples_to_evaluate(self) -> int:
-        """From here to the end: dev examples as often as they are due, and the test split for the best and the last."""
-        steps = range(len(self.result.losses) + 1, self.settings.total_steps + 1)
+    def examples_to_evaluate(self, done: int) -> int:
+        """After `done` steps: dev examples as often as they are due, and the test split for the best and the last."""
+        steps = range(done + 1, self.settings.total_steps + 1)
         return sum(map(self.settings.due, steps)) * len(self.dev_indices) + 2 * len(self.splits["test"])
 
     def line(self) -> str:

@@ -15,6 +15,9 @@ from tests.conftest import ROOT
 
 TINY = ["trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"]
 
+# Two terabytes of attention weights, in a model that is small otherwise.
+HUGE = ["model=transformer", "model.heads=64", "model.head_dim=1", "task.data.length=65536"]
+
 
 def program(*arguments: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
@@ -99,6 +102,74 @@ def test_an_interrupted_run_leaves_a_record(tmp_path: Path) -> None:
     assert records.read(file).status == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "sentence"),
+    [
+        (["task.learning_rate=1e30"], 3, "ended as diverged: the loss is (nan|inf) at step"),
+        (HUGE, 4, "ended as oom: out of memory after 0 steps: raise trainer.accumulate=1"),
+    ],
+)
+def test_each_failure_has_an_exit_code_and_a_record(
+    change: list[str], code: int, sentence: str, tmp_path: Path
+) -> None:
+    failed = program("train.py", *TINY, *change, *paths(tmp_path))
+    assert failed.returncode == code, failed.stderr
+    assert re.search(f"error: .* {sentence}", failed.stderr)
+    assert "Traceback" not in failed.stderr
+    (file,) = (tmp_path / "results").rglob("*.json")
+    assert records.read(file).status == {3: "diverged", 4: "oom"}[code]
+
+
+def test_a_sweep_over_processes_lists_its_failures_too(tmp_path: Path) -> None:
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    changes = "task.learning_rate=1e30,1e-3", "model.attention.features=128,0"
+    done = program("train.py", "-m", *launcher, *changes, *TINY, *paths(tmp_path))
+    assert done.returncode == 1
+    failures = done.stderr.partition("error: 3 of the sweep's runs failed:\n")[2].splitlines()
+    assert len(failures) == 3
+    assert sum("model: features=0 must be" in line for line in failures) == 2
+    assert sum("ended as diverged" in line for line in failures) == 1
+    assert len(list((tmp_path / "results").rglob("*.json"))) == 2
+
+
+def test_a_record_for_a_person(tmp_path: Path) -> None:
+    assert program("train.py", *TINY, *paths(tmp_path)).returncode == 0
+    (file,) = (tmp_path / "results").rglob("*.json")
+    shown = program("-m", "macformer.record", "show", str(file)).stdout
+    record = records.read(file)
+    for part in (
+        *(record.run_id, "generated: 64 / 8 / 8 examples", "test accuracy", "peak memory of training", "harness"),
+        *(f"{point.train_loss:10.4f}  {point.dev_loss:8.4f}" for point in record.history),
+    ):
+        assert part in shown
+    assert "correct" not in shown
+    missing = program("-m", "macformer.record", "show", "nosuch.json")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: ")
+    assert "nosuch.json" in missing.stderr
+
+
+def test_one_live_line_on_a_terminal(tmp_path: Path) -> None:
+    """On a pseudo-terminal the line is written over and over; the lines of the evaluations stay."""
+    main, other = os.openpty()
+    command = [sys.executable, "train.py", *TINY, "trainer.steps=150", "trainer.evaluate_every=150", *paths(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=other, stderr=other)
+    os.close(other)
+    screen = b""
+    while True:
+        try:
+            piece = os.read(main, 4096)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not piece:
+            break
+        screen += piece
+    assert process.wait() == 0
+    live = [part for part in screen.decode().split("\r") if re.search(r"step +\d+/152 ", part)]
+    assert len(live) >= 2
+    assert all("steps/s" in part and "left" in part for part in live)
+
+
 def test_table_of_a_folder_that_is_not_there() -> None:
     failed = program("scripts/table.py", "nosuch")
     assert failed.returncode == 1
@@ -115,7 +186,11 @@ def test_wandb_offline_needs_no_login(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "WANDB_SILENT": "true"}
     done = program("train.py", *TINY, "logger=wandb", *paths(tmp_path), env=os.environ | home)
     assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "outputs" / "wandb").glob("offline-run-*"))
+    (offline,) = (tmp_path / "outputs" / "wandb").glob("offline-run-*")
+    (content,) = (file.read_bytes() for file in offline.glob("*.wandb"))
+    (run_id,) = (file.stem for file in (tmp_path / "results").rglob("*.json"))
+    for part in ("dev_accuracy", "train_loss", f"{run_id}.json", "warmup_steps"):  # curves, artifact, configuration
+        assert part.encode() in content, part
 
 
 @pytest.mark.slow

@@ -1,9 +1,14 @@
 """The loop: schedule, reproducibility, best-by-dev, failures, memory."""
 
-import threading
+import functools
+import io
+import itertools
+import re
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +19,9 @@ from torch import nn
 import train
 from macformer import config as configs
 from macformer import device as devices
+from macformer import record as records
 from macformer import trainer
+from macformer.checkpoint import CheckpointError
 from macformer.record import unpack_bits
 from macformer.trainer import Result, Trainer, evaluate
 from tests.conftest import MODELS
@@ -154,25 +161,6 @@ def test_a_bug_is_no_result(cell: Cell) -> None:
         configs.build(config, "trainer").fit(Failing(RuntimeError("a bug")), task, CPU, 0)
 
 
-def test_memory_is_the_peak_of_live_bytes() -> None:
-    """x, 8 MB, is squared twice (two more tensors), one of them freed before a third is made."""
-    x = torch.zeros(1_000_000, dtype=torch.float64)
-
-    def step() -> None:
-        y = x * x
-        z = y * y
-        del y
-        del z
-        torch.rand(1)
-        (x + x).sum()
-
-    before = torch.get_rng_state()
-    peak, method = devices.peak_bytes(CPU, [x], step)
-    assert peak == pytest.approx(24e6, rel=0.001)
-    assert "live tensor bytes" in method
-    assert torch.equal(before, torch.get_rng_state())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_of_a_run_is_repeatable(cell: Cell, name: str) -> None:
     first, second = (fit(cell("listops", name))[0].peaks for _ in range(2))
@@ -222,65 +210,6 @@ def test_gradients_are_clipped_by_value_at_one(cell: Cell, monkeypatch: pytest.M
     small, up, down = seen[0].abs().tolist()
     assert (up, down) == (1, 1)  # by value: each element on its own ...
     assert 0 < small < 1e-2  # ... so that a small one is not scaled down with them
-
-
-@pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)
-def test_the_feed_gives_every_batch_in_its_order(device: torch.device) -> None:
-    """A device other than the CPU is fed from a thread; on the CPU that would take its time from the step."""
-    threads = []
-
-    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for i in range(5):
-            threads.append(threading.current_thread())
-            yield np.full((2, 3), i, np.int32), np.arange(i + 1)
-
-    fed = list(devices.feed(device, batches()))
-    assert [thread is threading.main_thread() for thread in threads] == [device == CPU] * 5
-    assert [(ids.shape, len(labels)) for ids, labels in fed] == [((2, 3), i + 1) for i in range(5)]
-    assert {tensor.device.type for pair in fed for tensor in pair} == {device.type}
-    assert {(ids.dtype, labels.dtype) for ids, labels in fed} == {(torch.int32, torch.int64)}
-    assert list(devices.feed(device, [])) == []
-
-
-def test_one_item_is_made_ahead_and_no_more() -> None:
-    made = []
-
-    def items() -> Iterator[int]:
-        for i in range(10):
-            made.append((i, threading.current_thread().name))
-            yield i
-
-    ahead = devices._one_ahead(items())
-    for i in range(4):
-        assert next(ahead) == i
-        deadline = time.monotonic() + 30
-        while len(made) < i + 2 and time.monotonic() < deadline:
-            time.sleep(0.001)  # the thread is at work
-        assert [item for item, _ in made] == list(range(i + 2))
-    ahead.close()
-    assert {thread for _, thread in made}.isdisjoint({threading.main_thread().name})
-
-
-def test_what_goes_wrong_in_the_feeding_thread_is_raised_in_its_turn() -> None:
-    def items() -> Iterator[int]:
-        yield 0
-        raise MemoryError
-
-    ahead = devices._one_ahead(items())
-    assert next(ahead) == 0
-    with pytest.raises(MemoryError):
-        next(ahead)
-
-
-def test_device_choice() -> None:
-    assert devices.choose("cpu").type == "cpu"
-    assert devices.choose("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def test_missing_device() -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="use device=cpu"):
-            devices.choose("cuda")
 
 
 @pytest.mark.parametrize("task", ["listops", "retrieval"])
@@ -345,3 +274,201 @@ def test_every_sampling_trains(cell: Cell, sampling: str) -> None:
     result = fit(cell("listops", "macformer_exp", f"model.attention.sampling={sampling}"))[0]
     assert result.status == "ok"
     assert len(result.losses) == 10
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_batch_in_parts_has_the_same_gradient(cell: Cell, parts: int) -> None:
+    """Two or three parts of 8 examples: losses part only by rounding; memory is less."""
+    sizes = ["trainer.batch_size=8", "model.dropout=0.0", "task.learning_rate=1e-2"]
+    whole, split = (fit(cell("listops", "rfa", *sizes, f"trainer.accumulate={k}"))[0] for k in (1, parts))
+    assert split.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert split.losses != whole.losses
+    assert split.peaks["peak_bytes"] < 0.8 * whole.peaks["peak_bytes"]
+
+
+def test_all_dev_examples(cell: Cell) -> None:
+    quality = fit(cell("listops", "rfa", "trainer.dev_examples=all", "task.data.examples.dev=12"))[0].quality
+    assert quality is not None
+    assert quality.dev_examples == 12
+
+
+def test_the_record_tells_dev_subsets_apart(cell: Cell) -> None:
+    sizes = ["task.data.examples.dev=12", "trainer.dev_examples=8"], ["task.data.examples.dev=16"], ["seed=1"]
+    found = [fit(cell("listops", "rfa", *more))[0].quality for more in (*sizes, [])]
+    assert len({quality.dev_subset for quality in found if quality}) == 3  # the last two have the same
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["transformer", "rfa", "macformer_exp"])
+def test_mixed_precision_learns_about_the_same(cell: Cell, name: str, precision: str) -> None:
+    """On the CPU, which has autocast and a loss scaler, too."""
+    exact, mixed = (fit(cell("listops", name, f"trainer.precision={p}"))[0] for p in ("float32", precision))
+    assert mixed.losses == pytest.approx(exact.losses, rel=0.02)
+    assert mixed.losses != exact.losses
+    assert mixed.status == "ok"
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_saved_state_goes_on_bit_for_bit(cell: Cell, precision: str) -> None:
+    """Every state that `save` gets, through weights_only; the scaler's included."""
+    config = cell("listops", "macformer_exp", f"trainer.precision={precision}", "trainer.checkpoint_every=3")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+
+    def new() -> nn.Module:
+        torch.manual_seed(config.seed)
+        return configs.build(config, "model", **asdict(task.spec))
+
+    states: list[bytes] = []
+
+    def save(state: dict) -> None:
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        states.append(stream.getvalue())
+
+    settings = configs.build(config, "trainer")
+    whole = settings.fit(new(), task, CPU, config.seed, save)
+    loaded = [torch.load(io.BytesIO(state), weights_only=True) for state in states]
+    assert [state["step"] for state in loaded] == [3, 5, 5, 6, 9, 10, 10]
+    for state in loaded:
+        torch.manual_seed(99)
+        resumed = settings.fit(new(), task, CPU, config.seed, saved=state)
+        assert resumed.losses == whole.losses
+        assert resumed.quality == whole.quality
+        assert resumed.peaks["peak_bytes"] == whole.peaks["peak_bytes"]
+        assert resumed.seconds["training"] > state["seconds"]["training"] or state["step"] == 10
+
+
+def test_every_second_is_booked_once(cell: Cell) -> None:
+    begin = time.perf_counter()
+    result = fit(cell("listops", "rfa"))[0]
+    spent = time.perf_counter() - begin
+    assert result.time is not None
+    assert sum(result.step_seconds) == pytest.approx(result.seconds["training"] + result.seconds["data_wait"])
+    assert result.time.train_seconds == sum(result.step_seconds)
+    parts = result.time.train_seconds + result.time.evaluation_seconds + result.time.pause_seconds
+    assert parts == pytest.approx(sum(result.seconds.values()))
+    assert parts <= spent
+
+
+def test_a_failed_run_has_its_time_too(cell: Cell) -> None:
+    result = fit(cell("listops", "transformer", "task.learning_rate=1e30"))[0]
+    assert result.status == "diverged"
+    assert result.time is not None
+    assert result.time.train_seconds == sum(result.step_seconds) > 0
+    assert result.memory is not None
+
+
+def test_a_forecast_trains_and_leaves_nothing(cell: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.run(cell("listops", "rfa", "dry_run=true", "trainer.steps=1000", "trainer.dev_examples=4"), []) is None
+    printed = capsys.readouterr().out
+    assert re.search(r"a step takes [\d.]+ ms \(mean of 20\)", printed)
+    assert re.search(r"peak memory of training \d+ MiB", printed)
+    assert re.search(r"expected: \S+( s)? in all, \S+( s)? of it training and \S+( s)? evaluation", printed)
+    assert not list((tmp_path / "runs").rglob("*"))
+    assert not list((tmp_path / "outputs").rglob("*"))
+
+
+def test_a_forecast_adds_up(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on by a second a look: a step takes one, waiting for its data another."""
+    config = cell("listops", "rfa", "trainer.steps=98", "trainer.evaluate_every=10", "trainer.dev_examples=8")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    model = configs.build(config, "model", **asdict(task.spec))
+    ticks = itertools.count()
+    monkeypatch.setattr(devices, "now", lambda device: float(next(ticks)))
+    cost = configs.build(config, "trainer").forecast(model, task, CPU, 0)
+    assert cost.measured_steps == 20
+    assert cost.train_seconds == 100 * 2
+    assert cost.evaluation_seconds == pytest.approx((10 * 8 + 2 * 8) / 8)  # the 8 dev examples took one second
+
+
+@pytest.fixture
+def trained(cell: Cell) -> str:
+    record = train.run(cell("listops", "rfa", "task.learning_rate=1e-2", "trainer.evaluate_every=3"), [])
+    assert record is not None
+    assert record.quality is not None
+    return record.run_id
+
+
+KEYS = ["task.learning_rate=1e-2", "trainer.evaluate_every=3"]
+
+
+def test_evaluating_a_run_by_its_id_and_by_its_checkpoint(
+    cell: Cell, trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = records.read(tmp_path / "runs" / "listops" / "rfa" / f"{trained}.json")
+    assert record.quality is not None
+    capsys.readouterr()
+    for name in (trained, f"{tmp_path}/outputs/{trained}/checkpoint.pt"):
+        assert train.run(cell("listops", "rfa", *KEYS, f"evaluate={name}", "threads=2"), []) is None
+        best, last = re.findall(r"test accuracy ([\d.]+)% of 8", capsys.readouterr().out)
+        assert float(best) == pytest.approx(100 * record.quality.test_accuracy, abs=0.01)
+        assert float(last) == pytest.approx(100 * record.quality.last_test_accuracy, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("model.attention.features=64", "model.attention.features=128 (here 64)"),
+        ("seed=5", "seed=0 (here 5)"),
+        ("trainer.steps=9", "trainer.steps=8 (here 9)"),
+        ("task.data.examples.test=16", "task.data.examples.test=8 (here 16)"),
+    ],
+)
+def test_evaluating_a_checkpoint_of_another_configuration_is_refused_by_key(
+    cell: Cell, trained: str, change: str, named: str
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        train.run(cell("listops", "rfa", *KEYS, f"evaluate={trained}", change), [])
+
+
+def test_evaluating_what_is_not_there(cell: Cell) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*outputs/listops.rfa.0.nosuch/checkpoint.pt"):
+        train.run(cell("listops", "rfa", "evaluate=listops.rfa.0.nosuch"), [])
+
+
+def test_weights_go_through_torch_compile(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of the weights stay the same, so that a checkpoint fits either way."""
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    plain, compiled = (fit(cell("listops", "transformer", f"trainer.compile={flag}")) for flag in ("false", "true"))
+    assert compiled[0].losses == pytest.approx(plain[0].losses, rel=1e-4)
+    assert compiled[1].state_dict().keys() == plain[1].state_dict().keys()
+
+
+def test_a_compiler_that_fails_is_one_sentence(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("no C++ compiler\nand a long story")
+
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=broken))
+    with pytest.raises(trainer.CompileFailed, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
+        fit(cell("listops", "transformer", "trainer.compile=true"))
+
+
+def test_a_request_to_stop_waits_for_a_good_moment_and_a_second_does_not() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with trainer.Stop() as stop:
+        stop.check()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(trainer.Stopped):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_evaluation_stops_when_it_is_asked_to(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of it; what was trained until then is saved, and the evaluation comes first when it goes on."""
+    config = cell("listops", "rfa", "task.data.examples.dev=32", "trainer.dev_examples=32")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    asked = trainer.evaluate
+
+    def evaluate(model: nn.Module, split: object, indices: np.ndarray, *rest: object) -> object:
+        if len(indices) == 32:
+            signal.raise_signal(signal.SIGTERM)
+        return asked(model, split, indices, *rest)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    states: list[dict] = []
+    model = configs.build(config, "model", **asdict(task.spec))
+    result = configs.build(config, "trainer").fit(model, task, CPU, 0, states.append)
+    assert (result.status, result.message) == ("interrupted", "SIGTERM after 5 steps")
+    assert [(state["step"], len(state["history"])) for state in states] == [(5, 0), (5, 0)]

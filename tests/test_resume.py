@@ -1,0 +1,216 @@
+"""A run that is killed goes on where it was, and ends as if it had never been killed: bit for bit on the CPU."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+
+from macformer import checkpoint as checkpoints
+from macformer import record as records
+from tests.conftest import ROOT
+
+# What could be forgotten in a checkpoint is in it: dropout's random numbers, redrawn features, running averages.
+ARGUMENTS = [
+    *("trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"),
+    *("model=macformer_exp", "model.attention.redraw=7", "model.pre_sbn.statistics=batch", "task.learning_rate=3e-3"),
+    *("trainer.steps=58", "trainer.evaluate_every=15", "trainer.checkpoint_every=10"),
+]
+# Runs train.py, which kills itself with SIGKILL when the function named is called for the n-th time.
+SUICIDE = """
+import importlib, os, runpy, signal, sys
+where, count, *sys.argv = sys.argv[1:]
+home, _, name = where.rpartition(".")
+module, _, owner = home.partition(":")
+home = importlib.import_module(module)
+home = getattr(home, owner) if owner else home
+function, calls = getattr(home, name), []
+
+def fatal(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == int(count):
+        if name == "save":  # half of the file is written
+            args[1].write(bytes(1000))
+            args[1].flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **kwargs)
+
+setattr(home, name, fatal)
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    return [
+        "train.py",
+        *ARGUMENTS,
+        *(f"paths.{name}={folder / name}" for name in ("data", "results", "outputs")),
+        *more,
+    ]
+
+
+def program(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+
+
+def finish(folder: Path, *more: str) -> tuple[records.Record, list[float], str]:
+    """Run it to its end: the record, all losses, and what it printed."""
+    done = program(*arguments(folder, *more))
+    assert done.returncode == 0, done.stderr
+    (file,) = (folder / "results").rglob("*.json")
+    (checkpoint,) = (folder / "outputs").rglob("checkpoint.pt")
+    return records.read(file), checkpoints.load(checkpoint)["losses"].tolist(), done.stdout
+
+
+def what_was_learned(record: records.Record) -> object:
+    return [point.model_dump(exclude={"train_seconds"}) for point in record.history], record.quality
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[records.Record, list[float], str]:
+    return finish(tmp_path_factory.mktemp("unharmed"))
+
+
+def test_killed_at_many_moments(unharmed: tuple[records.Record, list[float], str], tmp_path: Path) -> None:
+    steps = []
+    for where, count in (
+        ("torch.optim:AdamW.step", 7),  # before there is any checkpoint
+        ("torch.optim:AdamW.step", 18),
+        ("torch.save", 2),  # in the middle of writing
+        ("os.replace", 2),  # written, not renamed
+        ("macformer.trainer.evaluate", 1),
+        ("macformer.trainer.evaluate", 4),  # that of the test split
+        ("macformer.checkpoint:Checkpoint.finish", 1),  # the record is there
+    ):
+        killed = program("-c", SUICIDE, where, str(count), *arguments(tmp_path))
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert "Traceback" not in killed.stderr
+        steps.append(re.findall(r"going on from step (\d+)", killed.stdout))
+    assert steps == [[], [], ["15"], ["20"], ["30"], ["30"], ["60"]]
+    record, losses, printed = finish(tmp_path)
+    assert "is finished" in printed
+    reference, reference_losses, _ = unharmed
+    assert losses == reference_losses
+    assert len(losses) == 60
+    assert what_was_learned(record) == what_was_learned(reference)
+    assert [session.first_step for session in record.sessions] == [1, 16, 21, 31, 61]
+    assert not list((tmp_path / "outputs").rglob("*.tmp"))
+
+
+def test_killed_from_outside(unharmed: tuple[records.Record, list[float], str], tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *arguments(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    deadline = time.monotonic() + 100
+    while not list((tmp_path / "outputs").rglob("checkpoint.pt")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    record, losses, printed = finish(tmp_path)
+    assert "going on from step" in printed or "is finished" in printed
+    assert losses == unharmed[1]
+    assert what_was_learned(record) == what_was_learned(unharmed[0])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_asked_to_stop(
+    number: int, code: int, unharmed: tuple[records.Record, list[float], str], tmp_path: Path
+) -> None:
+    """It saves first: no step is lost, though the next checkpoint was far away."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments(tmp_path, "trainer.checkpoint_every=1000", "trainer.evaluate_every=15")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step     15"):
+            break
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=100)
+    (file,) = (tmp_path / "results").rglob("*.json")
+    if process.returncode == 0:
+        pytest.skip("the run was over before the signal came")
+    assert process.returncode == code
+    interrupted = records.read(file)
+    assert interrupted.status == "interrupted"
+    assert interrupted.time is not None
+    assert re.search(rf"interrupted: {signal.Signals(number).name} after {interrupted.steps_done} steps", rest)
+    record, losses, printed = finish(tmp_path)
+    assert f"going on from step {interrupted.steps_done} " in printed
+    assert losses == unharmed[1]
+    assert what_was_learned(record) == what_was_learned(unharmed[0])
+    assert record.time is not None
+    assert record.time.train_seconds > interrupted.time.train_seconds  # it adds up
+
+
+def test_force_repeats_a_finished_run_and_goes_on_with_a_repeat_that_was_killed(
+    unharmed: tuple[records.Record, list[float], str], tmp_path: Path
+) -> None:
+    first, _, _ = finish(tmp_path)
+    killed = program("-c", SUICIDE, "torch.optim:AdamW.step", "18", *arguments(tmp_path, "force=true"))
+    assert killed.returncode == -signal.SIGKILL
+    assert "going on" not in killed.stdout
+    (file,) = (tmp_path / "results").rglob("*.json")
+    assert records.read(file) == first
+    again, losses, printed = finish(tmp_path, "force=true")
+    assert "going on from step 15" in printed
+    assert losses == unharmed[1]
+    assert what_was_learned(again) == what_was_learned(first)
+
+
+def test_two_processes_do_not_work_on_one_run(cell: Callable[..., object], tmp_path: Path) -> None:
+    import train
+
+    config = cell("listops", "rfa")
+    run_id = train.run(config, []).run_id  # type: ignore[union-attr,arg-type]
+    with (
+        filelock.FileLock(tmp_path / "outputs" / run_id / "lock"),
+        pytest.raises(checkpoints.CheckpointError, match=f"{run_id} is being trained by another process"),
+    ):
+        train.run(cell("listops", "rfa", "force=true"), [])  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "checkpoint.pt"
+    checkpoints.write(file, {"format": 1, "step": 1})
+
+    def fail(*args: object) -> None:
+        args[1].write(b"half")  # type: ignore[attr-defined]
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.write(file, {"format": 1, "step": 2})
+    assert checkpoints.load(file)["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 cut off"])
+def test_what_is_no_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(content)
+    with pytest.raises(checkpoints.CheckpointError, match=f"{file} cannot be read as a checkpoint: delete it"):
+        checkpoints.load(file)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("pwned",)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"format": 1, "evil": Evil()}, "checkpoint.pt")
+    with pytest.raises(checkpoints.CheckpointError, match="cannot be read"):
+        checkpoints.load(Path("checkpoint.pt"))
+    assert not Path("pwned").exists()

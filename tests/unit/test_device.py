@@ -1,0 +1,292 @@
+"""What differs between CPU and CUDA: on a played CUDA, on meta tensors, and on a real GPU where there is one."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from lra_data.base import TaskSpec
+from macformer import config as configs
+from macformer import device as devices
+from tests.conftest import MODELS
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+Cell = Callable[..., DictConfig]
+
+
+class PlayedCuda(SimpleNamespace):
+    """torch.cuda as far as device.py calls it: it writes down the calls, and its memory is what a test says."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=[], allocated=0, reserved=0)
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_device_name(self, device: torch.device) -> str:
+        return "Played GPU"
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append("synchronize")
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.calls.append("reset")
+        self.allocated = self.reserved = 0
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.allocated
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def get_rng_state(self, device: torch.device) -> Tensor:
+        return torch.tensor([7], dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: torch.device) -> None:
+        self.calls.append(("random", state.tolist()))
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
+    cuda = PlayedCuda()
+    monkeypatch.setattr(devices, "cuda", cuda)
+    return cuda
+
+
+def test_the_choice(played: PlayedCuda) -> None:
+    assert devices.choose("auto") == devices.choose("cuda") == CUDA
+    assert devices.choose("cpu") == CPU
+    assert devices.describe(CUDA) == "Played GPU"
+
+
+def test_auto_precision_is_mixed_on_cuda_alone() -> None:
+    assert [devices.choose_precision("auto", device) for device in (CUDA, CPU)] == ["float16", "float32"]
+    assert devices.choose_precision("bfloat16", CUDA) == "bfloat16"
+
+
+def test_only_float16_is_scaled() -> None:
+    scaled = {name: devices.scaler(CPU, name).is_enabled() for name in ("float32", "bfloat16", "float16")}
+    assert scaled == {"float32": False, "bfloat16": False, "float16": True}
+
+
+def test_the_clock_waits_for_the_device_and_books_every_second(
+    played: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([10.0, 11.0, 13.0, 16.0, 20.0])
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(times))
+    clock = devices.Clock(CUDA, {"training": 100.0})
+    assert [clock.book(account) for account in ("data_wait", "training", "training", "pause")] == [1, 2, 3, 4]
+    assert clock.seconds == {"data_wait": 1, "training": 105, "pause": 4}
+    assert played.calls == ["synchronize"] * 5
+
+
+def test_peaks_begin_anew_when_they_are_read(played: PlayedCuda) -> None:
+    played.allocated, played.reserved = 5, 8
+    assert devices.cuda_peaks(CUDA) == (5, 8)
+    assert devices.cuda_peaks(CUDA) == (0, 0)
+    assert played.calls == ["reset", "reset"]
+
+
+def test_the_peak_of_some_work_on_cuda(played: PlayedCuda) -> None:
+    def work() -> None:
+        played.allocated = 42
+
+    assert devices.peak_bytes(CUDA, [], work)[0] == 42
+    assert played.calls == ["synchronize", "reset", "synchronize", ("random", [7])]
+
+
+def test_memory_is_the_peak_of_live_bytes() -> None:
+    """x, 8 MB, is squared twice (two more tensors), one of them freed before a third is made."""
+    x = torch.zeros(1_000_000, dtype=torch.float64)
+
+    def step() -> None:
+        y = x * x
+        z = y * y
+        del y
+        del z
+        torch.rand(1)
+        (x + x).sum()
+
+    before = torch.get_rng_state()
+    peak, method = devices.peak_bytes(CPU, [x], step)
+    assert peak == pytest.approx(24e6, rel=0.001)
+    assert "live tensor bytes" in method
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)
+def test_the_feed_gives_every_batch_in_its_order(device: torch.device) -> None:
+    """A device other than the CPU is fed from a thread; on the CPU that would take its time from the step."""
+    threads = []
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for i in range(5):
+            threads.append(threading.current_thread())
+            yield np.full((2, 3), i, np.int32), np.arange(i + 1)
+
+    fed = list(devices.feed(device, batches()))
+    assert [thread is threading.main_thread() for thread in threads] == [device == CPU] * 5
+    assert [(ids.shape, len(labels)) for ids, labels in fed] == [((2, 3), i + 1) for i in range(5)]
+    assert {tensor.device.type for pair in fed for tensor in pair} == {device.type}
+    assert {(ids.dtype, labels.dtype) for ids, labels in fed} == {(torch.int32, torch.int64)}
+    assert list(devices.feed(device, [])) == []
+
+
+def test_one_item_is_made_ahead_and_no_more() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for i in range(10):
+            made.append((i, threading.current_thread().name))
+            yield i
+
+    ahead = devices._one_ahead(items())
+    for i in range(4):
+        assert next(ahead) == i
+        deadline = time.monotonic() + 30
+        while len(made) < i + 2 and time.monotonic() < deadline:
+            time.sleep(0.001)  # the thread is at work
+        assert [item for item, _ in made] == list(range(i + 2))
+    ahead.close()
+    assert {thread for _, thread in made}.isdisjoint({threading.main_thread().name})
+
+
+def test_what_goes_wrong_in_the_feeding_thread_is_raised_in_its_turn() -> None:
+    def items() -> Iterator[int]:
+        yield 0
+        raise MemoryError
+
+    ahead = devices._one_ahead(items())
+    assert next(ahead) == 0
+    with pytest.raises(MemoryError):
+        next(ahead)
+
+
+def test_missing_device() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="use device=cpu"):
+            devices.choose("cuda")
+
+
+def test_tf32_is_what_the_flag_says(played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = SimpleNamespace(allow_tf32=None)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", flags)
+    monkeypatch.setattr(torch.backends, "cudnn", flags)
+    for wanted in (True, False):
+        devices.prepare(CUDA, 1, tf32=wanted)
+        assert flags.allow_tf32 is wanted
+
+
+def test_batches_for_cuda_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fed to meta, which is taken for CUDA here."""
+    pinned = []
+    monkeypatch.setattr(devices, "is_cuda", lambda device: True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    fed = list(devices.feed(torch.device("meta"), [(np.zeros((2, 3), np.int32), np.zeros(2, np.int64))]))
+    assert [tensor.shape for tensor in pinned] == [(2, 3), (2,)]
+    assert {tensor.device.type for pair in fed for tensor in pair} == {"meta"}
+
+
+def test_a_whole_run_on_the_played_gpu(cell: Cell, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU under the name of CUDA: peaks of training and evaluation apart, the first step forgotten, float16."""
+    monkeypatch.setattr(devices, "is_cuda", lambda device: True)
+    monkeypatch.setattr(devices, "choose", lambda name: CPU)
+    forward = torch.nn.Module.__call__
+    seen: list[int] = []
+
+    def allocating(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(model).__name__ == "Classifier":
+            seen.append(len(seen))
+            size = (900 if not seen[:-1] else 100 + len(seen)) if model.training else 50
+            played.allocated, played.reserved = max(played.allocated, size), max(played.reserved, 2 * size)
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", allocating)
+    record = train.run(cell("listops", "macformer_exp"), [])
+    assert record is not None
+    assert record.status == "ok"
+    assert record.environment.precision == "float16"
+    assert record.environment.device_name == "Played GPU"
+    memory = record.memory
+    assert memory is not None
+    assert 100 < memory.peak_bytes < 200  # not the 900 of the first step
+    assert memory.reserved_bytes == 2 * memory.peak_bytes
+    assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (50, 100)
+    assert memory.method.startswith("CUDA allocator's peaks")
+    assert played.calls.count("synchronize") > 3 * record.steps_done
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Fails where an operator meets or makes a tensor of the CPU; meta alone takes some of them for its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, out)):
+            # A scalar may stay on the CPU: the optimiser's count of steps does, and CUDA takes it as an argument.
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta" and tensor.dim():
+                raise AssertionError(f"{func} has a tensor of the CPU, of shape {tuple(tensor.shape)}")
+        return out
+
+
+@pytest.fixture
+def autocast_of_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """meta has none: that of the CPU serves."""
+    real = torch.autocast
+
+    def autocast(kind: str, *args: Any, **kwargs: Any) -> torch.autocast:
+        return real("cpu" if kind == "meta" else kind, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "autocast", autocast)
+
+
+@pytest.mark.parametrize("paired", [False, True], ids=["single", "paired"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_leaves_the_device_of_its_input_at_no_time(
+    name: str, paired: bool, composed: Callable[..., DictConfig], autocast_of_meta: None
+) -> None:
+    spec = TaskSpec(vocabulary=32, length=64, classes=10, paired=paired)
+    model = configs.build(composed(f"model={name}"), "model", **asdict(spec)).to("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    ids = torch.ones((4, 2, 64) if paired else (4, 64), dtype=torch.int32, device="meta")
+    labels = torch.zeros(4, dtype=torch.long, device="meta")
+    with OnlyMeta():
+        F.cross_entropy(model(ids), labels).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+    with OnlyMeta(), torch.inference_mode():
+        assert model(ids).shape == (4, 10)
+
+
+def test_the_guard_sees_a_tensor_of_the_cpu() -> None:
+    with OnlyMeta(), pytest.raises(AssertionError, match="of the CPU"):
+        torch.ones(3, device="meta").add_(torch.ones(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["auto", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Cell) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA GPU here")
+    config = cell("listops", name, "device=cuda", f"trainer.precision={precision}", "trainer.accumulate=2")
+    record = train.run(config, [])
+    assert record is not None
+    assert record.status == "ok"
+    assert record.environment.device == "cuda"
+    assert record.memory is not None
+    assert record.memory.reserved_bytes is not None
+    assert record.memory.reserved_bytes >= record.memory.peak_bytes > 0
+    assert record.memory.evaluation_peak_bytes
