@@ -23,8 +23,8 @@ from macformer import checkpoint as checkpoints
 from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
-from macformer.progress import duration, mebibytes
-from macformer.trainer import CompileFailed, Trainer, evaluate
+from macformer.progress import Screen, duration, mebibytes
+from macformer.trainer import CannotRun, Trainer, evaluate
 
 EXIT = {"diverged": 3, "oom": 4}  # interrupted: 128 + the signal's number; anything else: 1
 FAILURES = (
@@ -40,7 +40,7 @@ class RunFailed(Exception):
         self.status = status
 
 
-EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CompileFailed, RunFailed, OSError)
+EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotRun, RunFailed, OSError)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -156,18 +156,24 @@ def evaluate_only(
 ) -> None:
     """Test the weights of a checkpoint, named by its file or its run's id."""
     saved = checkpoints.load_for(config, task.fingerprint, name)
-    test = task.splits["test"]
+    test, screen = task.splits["test"], Screen()
+    everything = np.arange(len(test))
+
+    def tick(done: int) -> None:
+        screen.live(lambda: f"evaluating: {done:,} of {len(test):,} examples")
+
     for which, weights in (("best on dev", saved["best_weights"]), ("last", saved["model"])):
         if weights is None:
             continue
         model.load_state_dict(weights)
         outcomes, loss = evaluate(
-            model.to(device), test, np.arange(len(test)), trainer.batch_size, device, trainer.trim, trainer.precision
+            model.to(device), test, everything, trainer.batch_size, device, trainer.trim, trainer.precision, tick
         )
-        print(
+        screen.line(
             f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: test accuracy {outcomes.mean():.2%} "
             f"of {len(test):,} (majority class {task.majority:.2%}), loss {loss:.4f}"
         )
+    screen.close()
 
 
 def forecast(trainer: Trainer, model: nn.Module, task: Task, device: torch.device, seed: int) -> None:

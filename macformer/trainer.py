@@ -86,8 +86,8 @@ class Diverged(Exception):
     """A loss is not finite."""
 
 
-class CompileFailed(Exception):
-    """torch.compile does not work on this machine: one sentence."""
+class CannotRun(Exception):
+    """torch.compile does not work here, or the saved state does not fit the code: one sentence."""
 
 
 class Stopped(Exception):
@@ -211,7 +211,7 @@ class Trainer:
             except Exception as error:
                 if self.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     reason = str(error).strip().partition("\n")[0]
-                    raise CompileFailed(f"trainer.compile=true does not work here ({reason}): leave it out") from error
+                    raise CannotRun(f"trainer.compile=true does not work here ({reason}): leave it out") from error
                 if not devices.is_out_of_memory(error):
                     raise
                 result.status = "oom"
@@ -226,13 +226,15 @@ class Trainer:
     def forecast(self, model: nn.Module, task: Task, device: torch.device, seed: int) -> Forecast:
         """Take a few steps from all over the schedule, and evaluate a few batches, to say what the whole would cost."""
         run = _Run(self, model, task, device, seed, Result(), Stop())
-        feed = run.feed(np.linspace(0, self.total_steps - 1, FORECAST + 1).astype(int).tolist())
-        while len(run.result.losses) <= FORECAST and sum(run.result.step_seconds[1:]) < DRY_SECONDS:
+        count = min(FORECAST + 1, self.total_steps)
+        feed = run.feed(np.linspace(0, self.total_steps - 1, count).astype(int).tolist())
+        while len(run.result.losses) < count and sum(run.result.step_seconds[1:]) < DRY_SECONDS:
             run.step(feed)
         seconds = run.result.step_seconds[1:]  # the first one warms up
         dev = task.splits["dev"]
         by_length = run.dev_indices[np.argsort(dev.lengths[run.dev_indices], kind="stable")]
         some = by_length[:: -(-len(by_length) // (4 * self.batch_size))]  # about four batches
+        run.note_cuda_peaks("peak_bytes", "reserved_bytes")
         run.clock.book("pause")
         run.evaluate(dev, some)
         an_example = run.clock.book("evaluation") / len(some)
@@ -454,8 +456,11 @@ class _Run:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from what `save` handed over."""
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        try:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+        except (RuntimeError, ValueError) as error:  # the code has changed since
+            raise CannotRun("the saved weights do not fit this code: delete the checkpoint to start anew") from error
         self.schedule.load_state_dict(saved["schedule"])
         self.scaler.load_state_dict(saved["scaler"])
         devices.set_random_state(self.device, saved["random"])
@@ -478,18 +483,19 @@ class _Run:
             return
         if "peak_bytes" in self.result.peaks:  # measured before this process
             return
+        own = self.settings
         before = copy.deepcopy(self.model.state_dict())  # running averages move with each pass
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         state = [*self.model.parameters(), *self.model.buffers(), *(t for t in moments if isinstance(t, Tensor))]
         for name, split in (("peak_bytes", self.splits["train"]), ("evaluation_peak_bytes", self.splits["dev"])):
-            longest = np.resize(np.argsort(-split.lengths, kind="stable"), self.settings.batch_size)
+            longest = np.resize(np.argsort(-split.lengths, kind="stable"), own.batch_size)
 
             def work(split: Split = split, longest: Indices = longest) -> None:
-                if split is self.splits["dev"]:
-                    self.evaluate(split, longest)
-                    return
-                self.gradient(*next(devices.feed(self.device, [split.batch(longest, self.settings.trim)])))
-                self.optimizer.zero_grad()
+                if split is self.splits["train"]:
+                    self.gradient(*next(devices.feed(self.device, [split.batch(longest, own.trim)])))
+                    self.optimizer.zero_grad()
+                else:  # nothing may stop it: the weights are to be as they were
+                    evaluate(self.model, split, longest, own.batch_size, self.device, own.trim, self.precision)
 
             self.result.peaks[name], _ = devices.peak_bytes(self.device, state, work)
         self.model.load_state_dict(before)

@@ -228,6 +228,14 @@ def test_a_whole_run_on_the_played_gpu(cell: Cell, played: PlayedCuda, monkeypat
     assert played.calls.count("synchronize") > 3 * record.steps_done
 
 
+def test_a_forecast_on_the_played_gpu(cell: Cell, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_cuda", lambda device: True)
+    config = cell("listops", "rfa")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    model = configs.build(config, "model", **asdict(task.spec))
+    assert configs.build(config, "trainer").forecast(model, task, CPU, 0).memory.reserved_bytes == 0
+
+
 class OnlyMeta(TorchDispatchMode):
     """Fails where an operator meets or makes a tensor of the CPU; meta alone takes some of them for its own."""
 

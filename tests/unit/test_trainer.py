@@ -338,6 +338,14 @@ def test_a_saved_state_goes_on_bit_for_bit(cell: Cell, precision: str) -> None:
         assert resumed.seconds["training"] > state["seconds"]["training"] or state["step"] == 10
 
 
+def test_a_saved_state_of_other_code_is_one_sentence(cell: Cell) -> None:
+    config = cell("listops", "rfa")
+    task = configs.build(config, "task.data", folder=config.paths.data)
+    model = configs.build(config, "model", **asdict(task.spec))
+    with pytest.raises(trainer.CannotRun, match="do not fit this code: delete the checkpoint"):
+        configs.build(config, "trainer").fit(model, task, CPU, 0, saved={"model": {"other": torch.zeros(1)}})
+
+
 def test_every_second_is_booked_once(cell: Cell) -> None:
     begin = time.perf_counter()
     result = fit(cell("listops", "rfa"))[0]
@@ -439,7 +447,7 @@ def test_a_compiler_that_fails_is_one_sentence(cell: Cell, monkeypatch: pytest.M
         raise RuntimeError("no C++ compiler\nand a long story")
 
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=broken))
-    with pytest.raises(trainer.CompileFailed, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
+    with pytest.raises(trainer.CannotRun, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
         fit(cell("listops", "transformer", "trainer.compile=true"))
 
 
