@@ -39,7 +39,7 @@ from macformer import record as records
 from macformer.trainer import CLIP, EPS
 
 ROOT = Path(__file__).parent.parent
-ROUNDS, SLOW_ROUNDS = 15, 4  # the second with softmax at 16 x 4,096: seconds a step
+ROUNDS, SLOW_ROUNDS = 25, 5  # the second with softmax at 16 x 4,096: seconds a step
 FULL = (16, 4096)
 EXAMPLES = {"train": 4096, "dev": 16, "test": 16}  # a few windows of buckets
 STEPS = ("plain", "identity", "identity, ppSBN", "macformer_exp", "rfa")
