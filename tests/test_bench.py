@@ -160,3 +160,8 @@ def test_a_model_claim_is_a_ratio_within_rounds() -> None:
     first, second = models.claims([{"setting": "s", "arms": arms}])
     assert (first["value"], first["low"], first["high"], first["met"]) == (1.5, 1.5, 1.7, True)
     assert (second["value"], second["sense"], second["met"]) == (1.5, "at least", True)
+
+
+def test_the_committed_table_of_the_models_is_that_of_the_committed_run() -> None:
+    folder = ROOT / "results" / "bench"
+    assert (folder / "models.md").read_text() == models.table(json.loads((folder / "models.json").read_text()))
