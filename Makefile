@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format table bench bench-data golden clean
+.PHONY: help setup quickstart test test-all lint format table bench bench-data bench-models golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ bench: setup ## race all attentions over the length: time, memory, FLOP, into re
 
 bench-data: setup ## measure how fast data are made, packed and read, into results/bench (2 minutes, 4 GB of disk)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_data.py $(if $(IMDB),--imdb $(IMDB))
+
+bench-models: setup ## race training steps of whole models at real lengths, into results/bench (8 minutes; Text needs IMDB=path)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_models.py $(if $(IMDB),--imdb $(IMDB))
 
 golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)
 	$(BIN)/python -m tests.golden.regenerate

@@ -96,18 +96,17 @@ class _LinearAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, form: Form) -> Tensor:
         work = _Work(q, k, v, mask, rows, form)
         out = work.empty_like(q, v.shape[-1])
-        flat_out, flat_q, flat_k, flat_v = (work.flat(x) for x in (out, q, k, v))
-        denominators = torch.empty(*flat_q.shape[:-1], 1, **work.new)
-        sums = torch.zeros(*flat_q.shape[:-2], work.width, v.shape[-1] + 1, **work.new)
+        denominators = torch.empty(*q.shape[:-1], 1, **work.new)
+        sums = torch.zeros(*q.shape[:-2], work.width, v.shape[-1] + 1, **work.new)
         for at in work.groups():
             T = _Sums(sums[at], work)
-            for keys, values, keep in work.pieces(flat_k[at], flat_v[at], work.keep[at]):
+            for keys, values, keep in work.pieces(k[at], v[at], work.keep[at]):
                 piece = work.piece(keys)
                 piece.read_tokens(keys, work.rows[at], keep)
                 piece.read_value(values, keep)
                 piece.add_product(T)
             T.fold(form)
-            for queries, denominator, result in work.pieces(flat_q[at], denominators[at], flat_out[at]):
+            for queries, denominator, result in work.pieces(q[at], denominators[at], out[at]):
                 piece = work.piece(queries)
                 piece.read_tokens(queries, work.rows[at])
                 product = piece.product(T)
@@ -123,14 +122,11 @@ class _LinearAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, mask, rows, out, denominators, sums = ctx.saved_tensors
         work = _Work(q, k, v, mask, rows, ctx.form)
-        grads = [work.empty_like(x) for x in (q, k, v)]
-        flat_out, flat_grad, flat_q, flat_k, flat_v, grad_q, grad_k, grad_v = (
-            work.flat(x) for x in (out, grad, q, k, v, *grads)
-        )
+        grad_q, grad_k, grad_v = (work.empty_like(x) for x in (q, k, v))
         grad_rows = torch.zeros(work.rows.shape, **work.new) if ctx.needs_input_grad[4] else None
         for at in work.groups():
             T, U = _Sums(sums[at], work), _Sums(torch.zeros_like(sums[at]), work)
-            of_queries = flat_q[at], flat_grad[at], flat_out[at], denominators[at], grad_q[at]
+            of_queries = q[at], grad[at], out[at], denominators[at], grad_q[at]
             for queries, pulled, result, denominator, grad_queries in work.pieces(*of_queries):
                 piece = work.piece(queries)
                 piece.read_tokens(queries, work.rows[at], backward=True)
@@ -138,7 +134,7 @@ class _LinearAttention(torch.autograd.Function):
                 piece.add_product(U)
                 piece.backward(T, work.back_rows[at], grad_queries, grad_rows if grad_rows is None else grad_rows[at])
             U.fold(ctx.form)
-            of_keys = flat_k[at], flat_v[at], work.keep[at], grad_k[at], grad_v[at]
+            of_keys = k[at], v[at], work.keep[at], grad_k[at], grad_v[at]
             for keys, values, keep, grad_keys, grad_values in work.pieces(*of_keys):
                 piece = work.piece(keys)
                 piece.read_tokens(keys, work.rows[at], keep, backward=True)
@@ -146,15 +142,15 @@ class _LinearAttention(torch.autograd.Function):
                 piece.read_value(values, keep)
                 piece.backward(U, work.back_rows[at], grad_keys, grad_rows if grad_rows is None else grad_rows[at])
         if grad_rows is not None:
-            grad_rows = grad_rows.view(*q.shape[:2], *rows.shape[1:]).sum_to_size(rows.shape).to(rows.dtype)
-        return *grads, None, grad_rows, None
+            grad_rows = grad_rows.sum_to_size(rows.shape).to(rows.dtype)
+        return grad_q, grad_k, grad_v, None, grad_rows, None
 
 
 class _Work:
     """What the pieces of one call share, and how it is cut into them.
 
-    Long sequences: one head of one example at a time, or all its heads if they fit, where they lie. Short ones: heads
-    become examples like others (`flat`), and a piece takes several.
+    Long sequences: one head of one example at a time, or all its heads if they fit. Short ones: one head of several
+    examples. They are read and written where they lie.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, form: Form):
@@ -171,32 +167,26 @@ class _Work:
         self.tokens = max(1, tokens)  # of one head in one piece
         self.batch, self.heads = B, H
         self.fit = tokens // max(1, q.shape[2], k.shape[2])  # heads that fit into one piece
-        self.short = self.fit > H
 
         wide = rows.to(dtype)
         back = _Products.exchanged(wide, form.widths) if form.widths else wide
-        self.rows, self.back_rows = (self.flat(x.expand(B, H, -1, -1)) for x in (wide, back))
+        self.rows, self.back_rows = (x.expand(B, H, -1, -1) for x in (wide, back))
         self.masked = mask is not None
         keep = torch.ones(B, k.shape[2], 1, **self.new) if mask is None else mask.to(dtype).unsqueeze(-1)
-        self.keep = self.flat(keep.unsqueeze(1).expand(-1, H, -1, -1))
-        self.floor = self.flat((form.floor * keep.sum(1, keepdim=True).clamp(min=1)).unsqueeze(1).expand(-1, H, -1, -1))
+        self.keep = keep.unsqueeze(1).expand(-1, H, -1, -1)
+        self.floor = (form.floor * keep.sum(1, keepdim=True).clamp(min=1)).unsqueeze(1).expand(-1, H, -1, -1)
         self.scratch: dict[torch.Size, _Piece] = {}
 
-    def flat(self, x: Tensor) -> Tensor:
-        """(B, H, ...) -> (B H, ...) if sequences are short."""
-        return x.flatten(0, 1) if self.short else x
-
     def empty_like(self, x: Tensor, width: int | None = None) -> Tensor:
-        """A new (B, H, n, width). Long ones lie as (B, n, H, width), so that to join the heads is a view."""
+        """A new (B, H, n, width) that lies as (B, n, H, width), so that to join the heads is a view."""
         B, H, n, d = x.shape
-        shape = (B, H, n, width or d) if self.short else (B, n, H, width or d)
-        fresh = torch.empty(shape, dtype=x.dtype, device=x.device)
-        return fresh if self.short else fresh.transpose(1, 2)
+        return torch.empty(B, n, H, width or d, dtype=x.dtype, device=x.device).transpose(1, 2)
 
     def groups(self) -> Iterator[Any]:
         """Where the heads are that go together: x[at] is (g, n, d)."""
-        if self.short:
-            return (slice(start, start + self.fit) for start in range(0, self.batch * self.heads, self.fit))
+        if self.fit > self.heads:
+            starts = range(0, self.batch, self.fit)
+            return ((slice(start, start + self.fit), h) for start in starts for h in range(self.heads))
         if self.fit >= self.heads:
             return iter(range(self.batch))
         return ((b, slice(h, h + 1)) for b in range(self.batch) for h in range(self.heads))
@@ -302,7 +292,7 @@ class _Piece:
             T.x.baddbmm_(self.x_T, self.pull)
         if self.expand:
             T.features_values.baddbmm_(self.made, self.pull_values)
-            T.features_ones.add_(torch.bmm(self.made, self.ones))
+            T.features_ones.add_((self.made * self.ones.mT).sum(-1, keepdim=True))  # a product with one column is slow
         T.constant.add_(self.pull.sum(1, keepdim=True))
 
     def product(self, T: _Sums) -> Tensor:

@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from macformer import pieces
 from macformer.attention import RMFAttention
 from macformer.check import whole
 from macformer.dropout import Dropout
@@ -40,9 +42,11 @@ class MultiHead(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x (B, n, width), mask (B, n) -> (B, n, width)."""
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.to_q, self.to_k, self.to_v)
-        )
+        return self.out(self.joined(self.to_q(x), self.to_k(x), self.to_v(x), mask))
+
+    def joined(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q, k, v and result (B, n, heads * head_dim), mask (B, n): all between the projections."""
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         if self.pre_q and self.pre_q.statistics == "token" and isinstance(self.attention, RMFAttention):
             attended = self.attention(q, k, v, mask, pre_sbn_eps=self.pre_q.eps)  # the same, without normalised copies
         else:
@@ -51,29 +55,29 @@ class MultiHead(nn.Module):
             attended = self.attention(q, k, v, mask)
         if self.post:
             attended = self.post(attended)
-        return self.out(attended.transpose(1, 2).flatten(-2))
+        return attended.transpose(1, 2).flatten(-2)
 
 
 class Layer(nn.Module):
-    """Pre-LN: x + drop(attend(norm(x))), then x + feed-forward(norm(x))."""
+    """Pre-LN: x + drop(attend(norm(x))), then x + drop(second(drop(gelu(first(norm(x))))))."""
 
     def __init__(self, attend: MultiHead, width: int, feedforward: int, dropout: float):
         super().__init__()
         self.norm_attend = nn.LayerNorm(width)
         self.attend = attend
+        self.norm = nn.LayerNorm(width)
+        self.first = nn.Linear(width, feedforward)
+        self.second = nn.Linear(feedforward, width)
         self.drop = Dropout(dropout)
-        self.feedforward = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, feedforward),
-            nn.GELU(),
-            Dropout(dropout),
-            nn.Linear(feedforward, width),
-            Dropout(dropout),
-        )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.drop(self.attend(self.norm_attend(x), mask))
-        return x + self.feedforward(x)
+        attend, drop = self.attend, self.drop
+        if pieces.usable(x):  # the same, faster
+            q, k, v = pieces.norm_project(x, self.norm_attend, (attend.to_q, attend.to_k, attend.to_v))
+            attended = attend.joined(q, k, v, mask)
+            return pieces.add_and_feed(x, attended, attend.out, drop, self.norm, self.first, self.second)
+        x = x + drop(attend(self.norm_attend(x), mask))
+        return x + drop(self.second(drop(F.gelu(self.first(self.norm(x))))))
 
 
 class Classifier(nn.Module):
@@ -138,7 +142,7 @@ class Classifier(nn.Module):
         x = self.drop(self.tokens(ids) + self.positions.weight[: ids.shape[1]])
         for layer in self.layers:
             x = layer(x, mask)
-        total = self.norm(x).masked_fill(~mask.unsqueeze(-1), 0).sum(1)
+        total = (mask.unsqueeze(1).to(x.dtype) @ self.norm(x)).squeeze(1)  # the real tokens' sum
         if self.pooling == "padded":
             return total / self.positions.num_embeddings  # the padded length, however short the batch is
         return total / mask.sum(1, keepdim=True).clamp(min=1)

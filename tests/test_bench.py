@@ -1,14 +1,17 @@
 """The benchmark: what it writes, and that it gives no figure to what is wrong."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lra_data.base import TaskSpec
 from macformer.attention import RMFAttention
 from scripts import bench_attention as bench
+from scripts import bench_models as models
 from tests.conftest import ROOT
 
 
@@ -113,3 +116,52 @@ def test_the_committed_table_and_the_readme_are_those_of_the_committed_run() -> 
     assert (folder / "attention.md").read_text() == table
     asked_for = table.partition("\n\n")[0]
     assert asked_for in (ROOT / "README.md").read_text()
+
+
+def test_models_race_at_real_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few examples of ListOps; every model has a figure, and what is left out is said."""
+    monkeypatch.setattr(models, "EXAMPLES", {"train": 64, "dev": 1, "test": 1})
+    monkeypatch.setattr(models, "FULL", (1, 128))
+    monkeypatch.setattr(models.devices, "prepare", lambda device, threads: None)  # the allocator is the process's
+    assert models.main(["--rounds", "2", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "models.json").read_text())
+    real, full = report["results"]
+    assert list(real["arms"]) == list(models.STEPS)
+    assert list(full["arms"]) == [*models.STEPS, "transformer_sdpa"]
+    assert all(n % 64 == 0 for _, n in real["shapes"])
+    for arm in (*real["arms"].values(), *full["arms"].values()):
+        assert len(arm["seconds"]) == len(arm["flop"]) == 2
+        assert min(arm["seconds"]) > 0
+    table = (tmp_path / "models.md").read_text()
+    assert table in capsys.readouterr().out
+    assert "Text is left out" in table
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["models.json", "models.md"]
+
+
+def test_the_plain_trunk_is_our_trunk() -> None:
+    """The same function in evaluation, given the same parameters in the order in which both make them."""
+    spec, ids = TaskSpec(32, 64, 10, False), torch.randint(1, 15, (2, 48))
+    ours, plain = (models.model(name, spec).eval() for name in ("identity", "plain"))
+    theirs = dict(plain.named_parameters())
+    called = {"attend": "", "norm_attend": "norm.", "norm": "feedforward.0.", "first": "feedforward.1."}
+    called = {f"{name}.": theirs for name, theirs in (called | {"second": "feedforward.4."}).items()}
+    with torch.no_grad():
+        for name, value in ours.named_parameters():
+            layer, part, rest = re.fullmatch(r"(layers\.\d\.)?(\w+\.)(.*)", name).groups()
+            theirs[f"{layer}{called[part]}{rest}" if layer else name].copy_(value)
+    torch.testing.assert_close(ours(ids), plain(ids))
+
+
+def test_a_model_claim_is_a_ratio_within_rounds() -> None:
+    seconds = {"identity": [1.0, 2.0, 4.0], "macformer_exp": [1.5, 3.4, 6.0], "plain": [1.0, 3.0, 8.0]}
+    arms = {name: {"seconds": each, "flop": [1, 1, 1]} for name, each in seconds.items()}
+    first, second = models.claims([{"setting": "s", "arms": arms}])
+    assert (first["value"], first["low"], first["high"], first["met"]) == (1.5, 1.5, 1.7, True)
+    assert (second["value"], second["sense"], second["met"]) == (1.5, "at least", True)
+
+
+def test_the_committed_table_of_the_models_is_that_of_the_committed_run() -> None:
+    folder = ROOT / "results" / "bench"
+    assert (folder / "models.md").read_text() == models.table(json.loads((folder / "models.json").read_text()))

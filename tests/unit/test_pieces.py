@@ -1,0 +1,88 @@
+"""The layer by pieces against the same layer in plain torch, dropout included: both draw the same numbers."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from macformer import pieces
+from macformer.dropout import Dropout
+from tests.unit.test_model import build, some_ids
+
+Composed = Callable[..., DictConfig]
+
+
+def outcome(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """Logits and gradients of one step; the dropout of seed 1."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    logits = model(ids)
+    nn.functional.cross_entropy(logits, torch.arange(len(ids))).backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("name", ["macformer_exp", "rfa", "transformer"])
+@pytest.mark.parametrize("tokens", [1, 50, 111, 4096])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_layer_by_pieces_is_the_plain_layer(
+    name: str, tokens: int, dropout: float, composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 x 37 tokens in pieces of 1, of a length that leaves a rest, of all, and of more than there are."""
+    model = build(composed(f"model={name}", f"model.dropout={dropout}")).double()
+    ids = some_ids(37, 20, 3, padded=37)
+    monkeypatch.setattr(pieces, "TOKENS", tokens)
+    fast = outcome(model, ids)
+    monkeypatch.setattr(pieces, "usable", lambda x: False)
+    torch.testing.assert_close(fast, outcome(model, ids))
+
+
+def test_a_map_whose_result_is_not_used_has_no_gradient_and_the_others_do() -> None:
+    torch.manual_seed(0)
+    x, norm = torch.randn(2, 5, 8, dtype=torch.double, requires_grad=True), nn.LayerNorm(8).double()
+    maps = [nn.Linear(8, width).double() for width in (3, 4)]
+    used = pieces.norm_project(x, norm, maps)[1]
+    (fast,) = torch.autograd.grad(used.square().sum(), x)
+    (plain,) = torch.autograd.grad(maps[1](norm(x)).square().sum(), x)
+    torch.testing.assert_close(used, maps[1](norm(x)))
+    torch.testing.assert_close(fast, plain)
+
+
+@pytest.mark.parametrize("name", ["macformer_exp", "rfa", "transformer"])
+def test_autocast_takes_the_model(name: str, composed: Composed) -> None:
+    """bfloat16 has 8 bits: logits and the gradient of the tokens to some percent of their size."""
+    model, ids = build(composed(f"model={name}", "model.dropout=0")), some_ids(37, 20, 3)
+    logits, grad = (outcome(model, ids)[i] for i in (0, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        half_logits, half_grad = (outcome(model, ids)[i].float() for i in (0, 1))
+    assert half_logits.dtype == torch.float32
+    assert (half_logits - logits).norm() < 0.05 * logits.norm()
+    assert (half_grad - grad).norm() < 0.1 * grad.norm()
+
+
+def test_models_can_be_copied_and_pickled(composed: Composed) -> None:
+    model, ids = build(composed("model=macformer_exp")), some_ids(37, 20, 3)
+    expected = outcome(model, ids)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(map(torch.equal, outcome(other, ids), expected))
+
+
+def test_dropout_follows_from_the_seed_of_torch_alone() -> None:
+    drop, x = Dropout(0.1), torch.ones(1001)
+    torch.manual_seed(0)
+    first, second = drop(x), drop(x)
+    torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        assert torch.equal(drop(x), first)
+    assert torch.equal(drop(x), first)
+    assert torch.equal(drop(x), second)
+
+
+def test_calls_of_dropout_are_independent() -> None:
+    """1e6 elements dropped twice: a covariance off by more than 5.5 standard errors has probability 4e-8."""
+    torch.manual_seed(0)
+    one, other = ((Dropout(0.1)(torch.ones(1_000_000)) > 0).double() - 0.9 for _ in range(2))
+    assert abs(float((one * other).mean())) < 5.5 * 0.09 / 1e3
