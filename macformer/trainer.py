@@ -277,7 +277,9 @@ class _Run:
         self.model = model.to(device)
         if settings.compile:
             self.model.compile()
-        self.optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, eps=EPS, weight_decay=0)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), settings.learning_rate, eps=EPS, weight_decay=0, fused=True
+        )
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer,
             settings.learning_rate,
@@ -536,7 +538,8 @@ class _Run:
         parts = [f"step {step:>6,}/{self.settings.total_steps:,}", f"loss {loss:.4f}"]
         if result.history:
             parts.append(f"dev accuracy {result.history[-1].dev_accuracy:6.2%}")
-        parts.append(f"{1 / self.a_step():.3g} steps/s")
+        rate = 1 / self.a_step()
+        parts.append(f"{rate:,.0f} steps/s" if rate >= 100 else f"{rate:.3g} steps/s")
         if peak := result.peaks.get("peak_bytes"):
             parts.append(mebibytes(peak))
         return "  ".join([*parts, f"{duration(self.seconds_left())} left"])

@@ -437,7 +437,10 @@ def test_evaluating_what_is_not_there(cell: Cell) -> None:
 def test_weights_go_through_torch_compile(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of the weights stay the same, so that a checkpoint fits either way."""
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
-    plain, compiled = (fit(cell("listops", "transformer", f"trainer.compile={flag}")) for flag in ("false", "true"))
+    plain, compiled = (  # without dropout, whose random numbers are others then
+        fit(cell("listops", "transformer_sdpa", "model.dropout=0.0", f"trainer.compile={flag}"))
+        for flag in ("false", "true")
+    )
     assert compiled[0].losses == pytest.approx(plain[0].losses, rel=1e-4)
     assert compiled[1].state_dict().keys() == plain[1].state_dict().keys()
 
