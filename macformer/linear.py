@@ -29,6 +29,7 @@ FLOOR = 0.1  # of what the denominator would be if every kept key had K = a_0
 # How many numbers a piece may hold: a core's cache is small, a GPU wants few and large launches (docs/log.md).
 PIECE = {"cpu": 2**19, "cuda": 2**25}
 CAUSAL_CHUNK = 128
+APART = 16  # numbers between the rows of what lies as (f, c)
 
 
 @dataclass(frozen=True)
@@ -208,15 +209,12 @@ class _Work:
 
 
 class _Sums:
-    """T (g, d + f + 1, e + 1) and views of its parts: rows of x, of F, of 1; columns of the values, of the ones."""
+    """T (g, d + f + 1, e + 1) and views of its parts: rows of x, of F, of 1, of the last two."""
 
     def __init__(self, T: Tensor, work: _Work):
         self.x, self.features, self.constant = T.split([work.linear, work.features, 1], 1)
         self.x_T = self.x.mT
-        if work.features:
-            self.features_values, self.features_ones = self.features[..., :-1], self.features[..., -1:]
-            rest = T[:, work.linear :]
-            self.rest_values, self.rest_ones = rest[..., :-1], rest[..., -1:].mT
+        self.rest = T[:, work.linear :]
 
     def fold(self, form: Form) -> None:
         """[K^T V'; F(K)^T V'; 1^T V'] -> T. A is symmetric: the same serves the backward pass."""
@@ -237,12 +235,12 @@ class _Piece:
         self.pull_values, self.pull_ones = self.pull[..., :-1], self.pull[..., -1:]
         self.pull_T = self.pull.mT
         self.room = torch.empty_like(self.pull)
-        self.room_values, self.room_ones = self.room[..., :-1], self.room[..., -1:]
-        self.features = torch.ones(g, work.features + 1, c, **work.new)  # F(x), and a row of ones
+        # Rows a power of two apart would fall on the same few lines of the cache: some products took twice as long.
+        self.features = torch.ones(g, work.features + 1, c + APART, **work.new)[..., :c]  # F(x), and a row of ones
         self.features_T = self.features.mT
         self.expand: _Products | _Waves | None = None
         if work.features:
-            projected = torch.empty(g, work.rows.shape[-2], c, **work.new)
+            projected = torch.empty(g, work.rows.shape[-2], c + APART, **work.new)[..., :c]
             self.made = self.features[:, :-1]
             if work.form.widths is None:
                 self.expand = _Waves(projected, self.made)
@@ -270,29 +268,19 @@ class _Piece:
     def read_value(self, v: Tensor, keep: Tensor) -> None:
         torch.mul(v, keep, out=self.pull_values)
         self.pull_ones.copy_(keep)
-        self.ones = keep
 
     def read_gradient(self, grad: Tensor, out: Tensor, denominator: Tensor, floor: Tensor) -> None:
         """The gradient of [numerator, denominator]; a floored denominator has none."""
         torch.div(grad, denominator, out=self.pull_values)
-        self.ones = (
-            torch.mul(self.pull_values, out, out=self.room_values)
-            .sum(-1, keepdim=True)
-            .neg_()
-            .mul_(denominator > floor)
-        )
-        self.pull_ones.copy_(self.ones)
-
-    # Tokens are read once for values and ones, as e + 1 columns: a second pass over them costs more than the odd width.
-    # Features are in the cache, and there it is the other way round.
+        product = torch.mul(self.pull_values, out, out=self.room[..., :-1])
+        torch.mul(product.sum(-1, keepdim=True).neg_(), denominator > floor, out=self.pull_ones)
 
     def add_product(self, T: _Sums) -> None:
         """T += [x, F, 1]^T pull."""
         if self.linear:
             T.x.baddbmm_(self.x_T, self.pull)
         if self.expand:
-            T.features_values.baddbmm_(self.made, self.pull_values)
-            T.features_ones.add_((self.made * self.ones.mT).sum(-1, keepdim=True))  # a product with one column is slow
+            T.features.baddbmm_(self.made, self.pull)
         T.constant.add_(self.pull.sum(1, keepdim=True))
 
     def product(self, T: _Sums) -> Tensor:
@@ -302,8 +290,7 @@ class _Piece:
         else:
             self.room.zero_()
         if self.expand:
-            self.room_values.baddbmm_(self.features_T, T.rest_values)
-            self.room_ones.add_(torch.bmm(T.rest_ones.contiguous(), self.features).mT)
+            self.room.baddbmm_(self.features_T, T.rest)
         else:
             self.room.add_(T.constant)
         return self.room
