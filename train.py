@@ -53,7 +53,7 @@ def main(config: DictConfig) -> None:
         if of_hydra.mode != RunMode.MULTIRUN:
             raise
         with open(os.environ[FAILURES], "a") as file:  # the sweep goes on
-            file.write(f"{' '.join(overrides)}: {error}\n")
+            file.write(f"{' '.join(overrides)}: {' '.join(str(error).split())}\n")
         print(f"failed: {error}", flush=True)
 
 
@@ -188,26 +188,28 @@ def forecast(trainer: Trainer, model: nn.Module, task: Task, device: torch.devic
     )
 
 
-def sweep_failures(file: Path) -> None:
-    """At the end of a sweep: what failed, and exit code 1 if anything did."""
-    if failures := file.read_text().splitlines():
-        sys.exit("\n".join([f"error: {len(failures)} of the sweep's runs failed:", *failures]))
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come through to here, to be said in a sentence
-    with tempfile.TemporaryDirectory() as folder:
-        failures = Path(folder, "failures")
-        failures.touch()
-        os.environ[FAILURES] = str(failures)
+def command() -> int:
+    """Run Hydra's command line. What can be said in a sentence is; the failures of a sweep are listed at its end."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come through to here
+    with tempfile.NamedTemporaryFile("r", suffix=".failures") as failures:
+        os.environ[FAILURES] = failures.name
+        code = 0
         try:
             main()
         except (HydraException, OmegaConfBaseException) as error:
-            sys.exit(f"error: {configs.explain(error)}")
+            print(f"error: {configs.explain(error)}", file=sys.stderr)
+            code = 1
         except EXPECTED as error:
             print(f"error: {error}", file=sys.stderr)
-            sys.exit(EXIT.get(getattr(error, "status", ""), 1))
+            code = EXIT.get(getattr(error, "status", ""), 1)
         except KeyboardInterrupt as stop:
-            sys.exit(128 + (stop.args or [signal.SIGINT])[0])
+            code = 128 + (stop.args or [signal.SIGINT])[0]
         finally:
-            sweep_failures(failures)
+            failed = failures.read().splitlines()
+            if failed:
+                print("\n".join([f"error: {len(failed)} of the sweep's runs failed:", *failed]), file=sys.stderr)
+    return code or int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(command())
