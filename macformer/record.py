@@ -234,10 +234,14 @@ def show(record: Record) -> str:
 
 
 def write(record: Record, file: Path) -> None:
-    """Under a temporary name, then renamed: a record is whole or not there."""
+    write_text(file, record.model_dump_json(indent=2) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Under a temporary name, then renamed: a file is whole or not there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(record.model_dump_json(indent=2) + "\n")
+    fresh.write_text(text)
     os.replace(fresh, file)
 
 

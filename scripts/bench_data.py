@@ -12,7 +12,6 @@ packing are the programs as people run them, each in a process of its own, with 
 import argparse
 import itertools
 import json
-import os
 import random
 import re
 import subprocess
@@ -176,11 +175,8 @@ def main() -> None:
         "prepare": made,
         "listops_seconds_one_core": one_core(),
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    for file, text in {"data.json": json.dumps(report, indent=1) + "\n", "data.md": table(report)}.items():
-        fresh = options.output / f"fresh.{file}"
-        fresh.write_text(text)
-        os.replace(fresh, options.output / file)
+    records.write_text(options.output / "data.json", json.dumps(report, indent=1) + "\n")
+    records.write_text(options.output / "data.md", table(report))
     print(table(report))
     print(f"written to {options.output}: data.json, data.md")
 

@@ -15,7 +15,6 @@ and range over the rounds are reported. A round before the first is not counted.
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -294,11 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results": results,
         "claims": claims(results),
     }
-    options.output.mkdir(parents=True, exist_ok=True)
-    for name, text in {"models.json": json.dumps(report, indent=1) + "\n", "models.md": table(report)}.items():
-        fresh = options.output / f"fresh.{name}"
-        fresh.write_text(text)
-        os.replace(fresh, options.output / name)
+    records.write_text(options.output / "models.json", json.dumps(report, indent=1) + "\n")
+    records.write_text(options.output / "models.md", table(report))
     print(table(report))
     print(f"written to {options.output}: models.json, models.md")
     return 0
