@@ -1,10 +1,10 @@
 """python scripts/table.py [FOLDER]: the records below FOLDER/runs as Table 2, on the screen and in FOLDER/tables."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
+from macformer import record as records
 from macformer.report import table
 
 
@@ -16,10 +16,7 @@ def main() -> None:
         sys.exit(f"error: {folder} is not there: give the folder that has runs/ in it")
     text = table.render(*table.load(folder))
     file = folder / "tables" / "table2.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(".tmp")
-    fresh.write_text(text)
-    os.replace(fresh, file)
+    records.write_text(file, text)
     print(text)
     print(f"written to {file}; after more runs: python scripts/table.py {folder}")
 
