@@ -24,12 +24,10 @@ from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
 from macformer.progress import Screen, duration, mebibytes
-from macformer.trainer import CannotRun, Trainer, evaluate
+from macformer.trainer import CannotRun, OutOfMemory, Trainer, evaluate, load_weights
 
 EXIT = {"diverged": 3, "oom": 4}  # interrupted: 128 + the signal's number; anything else: 1
-FAILURES = (
-    "MACFORMER_FAILURES"  # names the file in which the runs of a sweep note their failures, whatever their process
-)
+SWEEP = "MACFORMER_SWEEP"  # names a folder in which the runs of a sweep, whatever their process, leave notes
 
 
 class RunFailed(Exception):
@@ -40,21 +38,30 @@ class RunFailed(Exception):
         self.status = status
 
 
-EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotRun, RunFailed, OSError)
+EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotRun, OutOfMemory, RunFailed, OSError)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(config: DictConfig) -> None:
-    of_hydra = HydraConfig.get()
-    overrides = list(of_hydra.overrides.task)
+    overrides = list(HydraConfig.get().overrides.task)
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        run(config, overrides)
+        return
+    sweep = Path(os.environ[SWEEP])
+    if (sweep / "stopped").exists():
+        return
     try:
         run(config, overrides)
-    except EXPECTED as error:
-        if of_hydra.mode != RunMode.MULTIRUN:
-            raise
-        with open(os.environ[FAILURES], "a") as file:  # the sweep goes on
+    except KeyboardInterrupt as stop:
+        (sweep / "stopped").write_text(str(signal_of(stop)))
+        if sweep.name == str(os.getpid()):
+            raise  # else this is a worker, and the others are to save their checkpoints, too
+    except Exception as error:
+        with open(sweep / "failures", "a") as file:
             file.write(f"{' '.join(overrides)}: {' '.join(str(error).split())}\n")
-        print(f"failed: {error}", flush=True)
+        if not isinstance(error, EXPECTED):
+            raise
+        print(f"failed: {error}", flush=True)  # the sweep goes on
 
 
 def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
@@ -86,7 +93,8 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
     sizes = " / ".join(f"{len(task.splits[split]):,}" for split in SPLITS)
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     if config.evaluate:
-        evaluate_only(config.evaluate, resolved, trainer, model, task, device)
+        with trainer.plainly():
+            evaluate_only(config.evaluate, resolved, trainer, model, task, device)
         return None
     where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
     print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}, {trainer.precision}); {where}")
@@ -96,15 +104,19 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
 
     file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
     with checkpoint.alone():
-        saved = checkpoint.unfinished()
+        finished = records.finished(file)  # another process may just have finished it
+        if finished and not config.force:
+            return finished
+        saved = checkpoint.unfinished(finished)
         if saved:
             print(f"going on from step {saved['step']:,} ({checkpoint.file}; delete it to start anew)")
             if checkpoint.sessions[-1].commit != code.commit:
                 print(f"warning: commit {checkpoint.sessions[-1].commit} saved it, this is {code.commit}")
-        first = saved["step"] + 1 if saved else 1
-        session = records.Session(first_step=first, commit=code.commit, device_name=environment.device_name)
-        checkpoint.sessions.append(session)
-        logger = configs.build(config, "logger", settings=resolved, run_id=run_id) if config.logger else None
+        checkpoint.begin(saved["step"] + 1 if saved else 1, code.commit, environment.device_name)
+        logger = None
+        if config.logger:
+            began = checkpoint.sessions[0].began
+            logger = configs.build(config, "logger", settings=resolved, run_id=run_id, began=began)
         log = logger.log if logger else None
         result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
         record = records.Record(
@@ -135,7 +147,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
         if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
             records.write(record, file)
         if record.status == "ok":
-            checkpoint.finish()
+            checkpoint.finish(record.steps_done)
         elif record.status == "diverged":
             checkpoint.drop()  # it would diverge again
         if logger:
@@ -145,6 +157,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
         print(
             f"the same command goes on from {checkpoint.file}" if checkpoint.file.exists() else "nothing is saved yet"
         )
+    if result.signal:  # it may have come too late for this run: a sweep is to stop all the same
         raise KeyboardInterrupt(result.signal)
     if record.status != "ok":
         raise RunFailed(f"{run_id} ended as {record.status}: {record.message}", record.status)
@@ -165,7 +178,7 @@ def evaluate_only(
     for which, weights in (("best on dev", saved["best_weights"]), ("last", saved["model"])):
         if weights is None:
             continue
-        model.load_state_dict(weights)
+        load_weights(model, weights)
         outcomes, loss = evaluate(
             model.to(device), test, everything, trainer.batch_size, device, trainer.trim, trainer.precision, tick
         )
@@ -178,7 +191,8 @@ def evaluate_only(
 
 def forecast(trainer: Trainer, model: nn.Module, task: Task, device: torch.device, seed: int) -> None:
     """What the run would cost."""
-    cost = trainer.forecast(model, task, device, seed)
+    with trainer.plainly():
+        cost = trainer.forecast(model, task, device, seed)
     total = cost.train_seconds + cost.evaluation_seconds
     print(f"a step takes {1000 * cost.step_seconds:.3g} ms (mean of {cost.measured_steps})")
     print(f"peak memory of training {mebibytes(cost.memory.peak_bytes)} ({cost.memory.method})")
@@ -188,11 +202,21 @@ def forecast(trainer: Trainer, model: nn.Module, task: Task, device: torch.devic
     )
 
 
+def signal_of(stop: KeyboardInterrupt) -> int:
+    return (stop.args or [signal.SIGINT])[0]
+
+
 def command() -> int:
     """Run Hydra's command line. What can be said in a sentence is; the failures of a sweep are listed at its end."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come through to here
-    with tempfile.NamedTemporaryFile("r", suffix=".failures") as failures:
-        os.environ[FAILURES] = failures.name
+    with tempfile.TemporaryDirectory() as folder:
+        sweep = Path(folder, str(os.getpid()))
+        sweep.mkdir()
+        os.environ[SWEEP] = str(sweep)
+        if any(word.startswith("hydra/launcher=") for word in sys.argv):
+            # Ctrl-C goes to the workers, too: wait for their checkpoints.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda number, frame: (sweep / "stopped").write_text(str(number)))
         code = 0
         try:
             main()
@@ -203,11 +227,14 @@ def command() -> int:
             print(f"error: {error}", file=sys.stderr)
             code = EXIT.get(getattr(error, "status", ""), 1)
         except KeyboardInterrupt as stop:
-            code = 128 + (stop.args or [signal.SIGINT])[0]
+            code = 128 + signal_of(stop)
         finally:
-            failed = failures.read().splitlines()
+            failures = sweep / "failures"
+            failed = failures.read_text().splitlines() if failures.exists() else []
             if failed:
                 print("\n".join([f"error: {len(failed)} of the sweep's runs failed:", *failed]), file=sys.stderr)
+        if (sweep / "stopped").exists():
+            code = 128 + int((sweep / "stopped").read_text())
     return code or int(bool(failed))
 
 

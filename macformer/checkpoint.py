@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import filelock
 import torch
 
-from macformer.record import Session, decisive, flat
+from macformer.record import Record, Session, decisive, flat
 
 FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
@@ -47,20 +48,31 @@ class Checkpoint:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             raise CheckpointError(f"{self.run_id} is being trained by another process ({lock.lock_file})") from None
-        with lock:
+        try:
             yield
+        finally:
+            lock.release()
 
-    def unfinished(self) -> dict[str, Any] | None:
-        """The state to go on from, if there is one; its sessions are known from now on."""
+    def unfinished(self, finished: Record | None) -> dict[str, Any] | None:
+        """The state to go on from, if there is one; its sessions are known from now on.
+
+        That of the `finished` run is none: to force a run is to begin anew.
+        """
         if not self.file.exists():
             return None
         saved = load(self.file)
         if saved["run_id"] != self.run_id:
             raise CheckpointError(f"{self.file} is of {saved['run_id']}: move it away, or delete it")
-        if saved["done"]:
+        sessions = [Session(**session) for session in saved["sessions"]]
+        if saved["done"] or (finished and finished.sessions == sessions):
             return None
-        self.sessions = [Session(**session) for session in saved["sessions"]]
+        self.sessions = sessions
         return saved
+
+    def begin(self, first_step: int, commit: str | None, device_name: str) -> None:
+        """Another process, this one, works on the run."""
+        now = datetime.now(UTC).isoformat(" ", "milliseconds")
+        self.sessions.append(Session(began=now, first_step=first_step, commit=commit, device_name=device_name))
 
     def save(self, state: dict[str, Any], done: bool = False) -> None:
         """A disk that is full costs the checkpoint, not the run."""
@@ -77,13 +89,20 @@ class Checkpoint:
         except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
             print(f"warning: {self.file} cannot be written, the run goes on without: {error}", file=sys.stderr)
 
-    def finish(self) -> None:
-        """Nothing is left to go on from; the weights stay."""
-        if self.file.exists():
-            self.save({key: value for key, value in load(self.file).items() if key in KEPT}, done=True)
+    def finish(self, steps: int) -> None:
+        """Nothing is left to go on from; the weights stay, if they are those of the last step."""
+        if not self.file.exists():
+            return
+        saved = load(self.file)
+        if saved["step"] == steps:
+            self.save({key: value for key, value in saved.items() if key in KEPT}, done=True)
+        else:  # the last ones could not be written
+            self.file.unlink()
 
     def drop(self) -> None:
-        self.file.unlink(missing_ok=True)
+        """Of a run that cannot go on; that of an earlier, finished one stays."""
+        if self.file.exists() and not load(self.file)["done"]:
+            self.file.unlink()
 
 
 def write(file: Path, state: dict[str, Any]) -> None:
@@ -106,9 +125,9 @@ def load(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint {file}") from None
     except Exception as error:  # what is no checkpoint can raise anything
-        raise CheckpointError(f"{file} cannot be read as a checkpoint: delete it to start anew") from error
+        raise CheckpointError(f"{file} cannot be read as a checkpoint: a run starts anew without it") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is not a checkpoint of format {FORMAT}: delete it to start anew")
+        raise CheckpointError(f"{file} is not a checkpoint of format {FORMAT}: a run starts anew without it")
     return state
 
 

@@ -1,9 +1,9 @@
 """All that differs between the CPU and CUDA: the choice, precision, feed, clock, peaks of memory, running out of it."""
 
 import ctypes
+import gc
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +47,8 @@ def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
     torch.set_num_threads(threads)
     if is_cuda(device):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        gc.collect()
+        cuda.empty_cache()  # or what earlier runs of a sweep have reserved would count as this one's
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt:
@@ -148,28 +150,30 @@ def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has an exception of its own; the CPU's allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
+    """torch has an exception of its own for CUDA's allocator; others raise a plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    said = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
 
 
 def cuda_peaks(device: torch.device) -> tuple[int, int]:
-    """Allocated and reserved bytes at their highest since the last call, which begins anew; (0, 0) on the CPU."""
-    if not is_cuda(device):
-        return 0, 0
+    """Allocated and reserved bytes at their highest since the last call; they begin anew."""
     peaks = cuda.max_memory_allocated(device), cuda.max_memory_reserved(device)
     cuda.reset_peak_memory_stats(device)
     return peaks
 
 
 def resident_peak() -> int | None:
-    """Highest resident bytes of this process; None if it had other runs before, which cannot be told apart."""
-    if _runs != 1 or os.name != "posix":
-        return None
-    import resource  # not there on Windows
+    """Highest resident bytes of this process; None if it had other runs before, which cannot be told apart.
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    Linux alone says it: ru_maxrss, which other systems have too, begins with that of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if _runs != 1 or not status.exists():
+        return None
+    (peak,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(peak) * 1024
 
 
 def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[], object]) -> tuple[int, str]:

@@ -16,17 +16,18 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
-        if not 0 <= p < 1:
+        self.dropped = round(p * LEVELS)
+        if not 0 <= self.dropped < LEVELS:
             raise ValueError(f"dropout={p!r} must be at least 0 and below 1")
         self.p = p
-        self.dropped = round(p * LEVELS)
         self.scale = LEVELS / (LEVELS - self.dropped)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Fused and fast on a GPU. In evaluation, too: torch.compile would give up on a forward that does nothing.
+        if not x.is_cpu or torch.compiler.is_compiling():
+            return F.dropout(x, self.p, self.training)
         if not self.p or not self.training:
             return x
-        if not x.is_cpu or torch.compiler.is_compiling():  # fused and fast on a GPU
-            return F.dropout(x, self.p)
         return _Scaled.apply(x, self.keep(x.shape), self.scale)
 
     def keep(self, shape: torch.Size) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Curves, configuration and the record to Weights & Biases, besides the record on disk."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +17,18 @@ class Wandb:
         dir: str,
         settings: dict[str, Any],
         run_id: str,
+        began: str,
     ):
         if mode == "auto":
             mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         Path(dir).mkdir(parents=True, exist_ok=True)
         self.run_id = run_id
-        # A run that goes on after a kill goes on there, too.
-        self.run = wandb.init(project=project, mode=mode, dir=dir, config=settings, id=run_id, resume="allow")
+        # A run that goes on after a kill goes on there, too; a repeat of a finished one is another.
+        name = f"{run_id}.{re.sub('[^0-9]', '', began)}"
+        try:
+            self.run = wandb.init(project=project, mode=mode, dir=dir, config=settings, id=name, resume="allow")
+        except wandb.Error as error:
+            raise ValueError(f"mode={mode} does not work: {error}; use mode=offline") from error
 
     def log(self, point: dict[str, Any]) -> None:
         self.run.log(point, step=point["step"])

@@ -57,6 +57,7 @@ class Environment(Part):
 class Session(Part):
     """One process that worked on a run; a run that was killed and taken up again has several."""
 
+    began: str  # UTC
     first_step: int
     commit: str | None
     device_name: str
@@ -216,7 +217,8 @@ def show(record: Record) -> str:
         f"{environment.precision}, torch {environment.torch}, Python {environment.python}",
     ]
     lines += [
-        f"session      from step {session.first_step:,}, commit {str(session.commit)[:12]}, {session.device_name}"
+        f"session      {session.began} from step {session.first_step:,}, commit {str(session.commit)[:12]}, "
+        f"{session.device_name}"
         for session in record.sessions
         if len(record.sessions) > 1
     ]
@@ -241,8 +243,11 @@ def write_text(file: Path, text: str) -> None:
     """Under a temporary name, then renamed: a file is whole or not there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(text)
-    os.replace(fresh, file)
+    try:
+        fresh.write_text(text)
+        os.replace(fresh, file)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def pack_bits(correct: NDArray[np.bool_]) -> str:

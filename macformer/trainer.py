@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, cast
 
@@ -28,6 +29,7 @@ from macformer.record import Memory, Point, Quality, Status, Time, pack_bits
 CLIP = 1.0  # gradients are clipped by value
 EPS = 1e-6  # of AdamW
 FORECAST = 20  # steps after which the end can be foretold
+PATIENCE = 5.0  # seconds that a checkpoint may take, in which a second SIGINT does no harm
 DRY_SECONDS = 60.0  # a dry run takes FORECAST steps, or fewer if they take longer than this
 Indices = NDArray[np.int64]
 
@@ -64,7 +66,7 @@ class Result:
     memory: Memory | None = None
     status: Status = "ok"
     message: str = ""
-    signal: int = 0  # that interrupted it
+    signal: int = 0  # that came, perhaps too late to interrupt it
 
     def best(self) -> Point:
         """The highest dev accuracy; the earliest of equals."""
@@ -87,7 +89,13 @@ class Diverged(Exception):
 
 
 class CannotRun(Exception):
-    """torch.compile does not work here, or the saved state does not fit the code: one sentence."""
+    """torch.compile does not work here, or saved weights do not fit the code: one sentence."""
+
+
+class OutOfMemory(Exception):
+    """One sentence on what to lower."""
+
+    status: Status = "oom"
 
 
 class Stopped(Exception):
@@ -95,10 +103,11 @@ class Stopped(Exception):
 
 
 class Stop:
-    """While entered, the first SIGINT or SIGTERM is but a request, which `check` raises; a second acts as ever."""
+    """While entered, SIGINT and SIGTERM are but a request, which `check` raises; a later SIGINT acts at once."""
 
     def __init__(self) -> None:
         self.signal = 0
+        self.asked = math.inf
 
     def __enter__(self) -> Self:
         here = threading.current_thread() is threading.main_thread()  # no other may set handlers
@@ -108,8 +117,10 @@ class Stop:
         return self
 
     def _ask(self, number: int, frame: object) -> None:
-        self.signal = number
-        self.__exit__()
+        if number == signal.SIGINT and time.monotonic() - self.asked > PATIENCE:
+            raise KeyboardInterrupt
+        self.signal = self.signal or number
+        self.asked = min(self.asked, time.monotonic())
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
@@ -194,34 +205,42 @@ class Trainer:
         result = Result()
         with Stop() as stop:
             try:
-                run = _Run(self, model, task, device, seed, result, stop, save, log)
-                if saved:
-                    run.load(saved)
-                try:
-                    run.train()
-                    run.test()
-                finally:
-                    run.close()
+                with self.plainly():
+                    run = _Run(self, model, task, device, seed, result, stop, save, log)
+                    if saved:
+                        run.load(saved)
+                    try:
+                        run.train()
+                        run.test()
+                    finally:
+                        run.close()
             except Diverged as error:
                 result.status, result.message = "diverged", str(error)
-            except Stopped:
-                result.status, result.signal = "interrupted", stop.signal
-            except KeyboardInterrupt:  # the second one, or from a thread that has no handlers
-                result.status, result.signal = "interrupted", signal.SIGINT
-            except Exception as error:
-                if self.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                    reason = str(error).strip().partition("\n")[0]
-                    raise CannotRun(f"trainer.compile=true does not work here ({reason}): leave it out") from error
-                if not devices.is_out_of_memory(error):
-                    raise
-                result.status = "oom"
-                result.message = (
-                    f"out of memory after {len(result.losses):,} steps: raise trainer.accumulate={self.accumulate} "
-                    f"(the same batch in more parts) or lower trainer.batch_size={self.batch_size}"
-                )
-        if result.signal:
-            result.message = f"{signal.Signals(result.signal).name} after {len(result.losses):,} steps"
+            except OutOfMemory as error:
+                result.status, result.message = "oom", f"after {len(result.losses):,} steps, {error}"
+            except (Stopped, KeyboardInterrupt) as error:
+                cause = stop.signal if isinstance(error, Stopped) else signal.SIGINT
+                result.status = "interrupted"
+                result.message = f"{signal.Signals(cause).name} after {len(result.losses):,} steps"
+                stop.signal = cause
+        result.signal = stop.signal
         return result
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """What goes wrong inside for a reason that one can do something about is said in one sentence."""
+        try:
+            yield
+        except Exception as error:
+            if self.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                reason = str(error).strip().partition("\n")[0]
+                raise CannotRun(f"trainer.compile=true does not work here ({reason}): leave it out") from error
+            if devices.is_out_of_memory(error):
+                raise OutOfMemory(
+                    f"out of memory: raise trainer.accumulate={self.accumulate} (the same batch in more parts) "
+                    f"or lower trainer.batch_size={self.batch_size}"
+                ) from error
+            raise
 
     def forecast(self, model: nn.Module, task: Task, device: torch.device, seed: int) -> Forecast:
         """Take a few steps from all over the schedule, and evaluate a few batches, to say what the whole would cost."""
@@ -321,6 +340,7 @@ class _Run:
                     self.screen.line(f"expected end: {end}, in {duration(left)}")
                 self.screen.live(self.line)
                 if step % settings.checkpoint_every == 0 or settings.due(step):
+                    self.note_cuda_peaks("peak_bytes", "reserved_bytes")
                     self.save()
         except Stopped:
             self.save()
@@ -375,7 +395,6 @@ class _Run:
         """A point of the history, and the best weights so far."""
         result, dev = self.result, self.splits["dev"]
         step = len(result.losses)
-        self.note_cuda_peaks("peak_bytes", "reserved_bytes")
         self.clock.book("pause")
         outcomes, dev_loss = self.evaluate(dev, self.dev_indices)
         self.clock.book("evaluation")
@@ -395,7 +414,10 @@ class _Run:
             point.telemetry = observe(self.model, ids)
         result.history.append(point)
         if result.best() is point:
-            result.best_weights = copy.deepcopy(self.model.state_dict())
+            result.best_weights = {  # not on a GPU, whose memory is measured
+                name: value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+                for name, value in self.model.state_dict().items()
+            }
         self.screen.line(self.line())
         for name, value in point.telemetry.items():
             self.screen.line(f"  {name} {value:.4g}")
@@ -415,7 +437,7 @@ class _Run:
         last, _ = self.evaluate(test, everything)
         outcomes = last
         if best.step != self.settings.total_steps:
-            self.model.load_state_dict(cast(dict[str, Any], result.best_weights))
+            load_weights(self.model, cast(dict[str, Any], result.best_weights))
             outcomes, _ = self.evaluate(test, everything)
         self.clock.book("evaluation")
         self.note_cuda_peaks("evaluation_peak_bytes", "evaluation_reserved_bytes")
@@ -458,11 +480,8 @@ class _Run:
 
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from what `save` handed over."""
-        try:
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-        except (RuntimeError, ValueError) as error:  # the code has changed since
-            raise CannotRun("the saved weights do not fit this code: delete the checkpoint to start anew") from error
+        load_weights(self.model, saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         self.scaler.load_state_dict(saved["scaler"])
         devices.set_random_state(self.device, saved["random"])
@@ -570,6 +589,13 @@ class _Run:
                 else "peak of live tensor bytes (allocator events) in one extra pass on the longest batch"
             )
             result.memory = Memory(**result.peaks, method=how)
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:  # the code has changed since
+        raise CannotRun("the checkpoint's weights do not fit this code: train again without it") from error
 
 
 @torch.inference_mode()

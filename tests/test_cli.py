@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_a_run_shows_what_it_is_its_progress_and_its_end(tmp_path: Path) -> None
     progress = r"step +5/10  loss \d.\d{4}  dev accuracy +\d+.\d\d%  [\d.]+ steps/s  \d+ MiB  [\d.]+ s left"
     assert re.match(progress, lines[2])
     assert lines[-3].startswith("test accuracy ")
-    assert re.match(r"peak memory of training \d+ MiB, of evaluation \d+ MiB, of the process \d+ MiB", lines[-1])
+    assert re.match(r"peak memory of training \d+ MiB, of evaluation \d+ MiB, of the process [\d,]+ MiB", lines[-1])
     assert "USDT" not in done.stderr  # the profiler's chatter
     assert len(list((tmp_path / "results").rglob("*.json"))) == 1
 
@@ -83,8 +84,8 @@ def test_bad_input_is_one_sentence_behind_hydras_line_and_no_stack_trace(
     assert not list((tmp_path / "results").rglob("*.json"))
 
 
-def test_an_interrupted_run_leaves_a_record(tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", *TINY, "trainer.steps=100000", *paths(tmp_path)]
+def test_an_interrupted_sweep_ends_with_the_record_of_its_run(tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", "-m", "seed=0,1", *TINY, "trainer.steps=100000", *paths(tmp_path)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
     )
@@ -106,7 +107,7 @@ def test_an_interrupted_run_leaves_a_record(tmp_path: Path) -> None:
     ("change", "code", "sentence"),
     [
         (["task.learning_rate=1e30"], 3, "ended as diverged: the loss is (nan|inf) at step"),
-        (HUGE, 4, "ended as oom: out of memory after 0 steps: raise trainer.accumulate=1"),
+        (HUGE, 4, "ended as oom: after 0 steps, out of memory: raise trainer.accumulate=1"),
     ],
 )
 def test_each_failure_has_an_exit_code_and_a_record(
@@ -132,6 +133,33 @@ def test_a_sweep_over_processes_lists_its_failures_too(tmp_path: Path) -> None:
     assert len(list((tmp_path / "results").rglob("*.json"))) == 2
 
 
+def test_an_interrupted_sweep_over_processes_saves_all_its_runs(tmp_path: Path) -> None:
+    """Ctrl-C goes to every process of the group. Two runs are at work, two more have not begun."""
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    long = ["trainer.steps=100000", "trainer.checkpoint_every=100000", "trainer.evaluate_every=100000"]
+    command = [sys.executable, "train.py", "-m", *launcher, "seed=0,1,2,3", *TINY, *long, *paths(tmp_path)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout
+    at_work = 0
+    for line in process.stdout:
+        at_work += line.startswith("expected end")  # after 20 steps
+        if at_work == 2:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=100)
+    assert process.returncode == 130
+    found = [records.read(file) for file in (tmp_path / "results").rglob("*.json")]
+    assert [record.status for record in found] == ["interrupted"] * 2
+    assert len(list((tmp_path / "outputs").rglob("checkpoint.pt"))) == 2
+
+
 def test_a_record_for_a_person(tmp_path: Path) -> None:
     assert program("train.py", *TINY, *paths(tmp_path)).returncode == 0
     (file,) = (tmp_path / "results").rglob("*.json")
@@ -152,7 +180,8 @@ def test_a_record_for_a_person(tmp_path: Path) -> None:
 def test_one_live_line_on_a_terminal(tmp_path: Path) -> None:
     """On a pseudo-terminal the line is written over and over; the lines of the evaluations stay."""
     main, other = os.openpty()
-    command = [sys.executable, "train.py", *TINY, "trainer.steps=150", "trainer.evaluate_every=150", *paths(tmp_path)]
+    termios.tcsetwinsize(other, (24, 120))
+    command = [sys.executable, "train.py", *TINY, "trainer.steps=498", "trainer.evaluate_every=500", *paths(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=other, stderr=other)
     os.close(other)
     screen = b""
@@ -165,7 +194,7 @@ def test_one_live_line_on_a_terminal(tmp_path: Path) -> None:
             break
         screen += piece
     assert process.wait() == 0
-    live = [part for part in screen.decode().split("\r") if re.search(r"step +\d+/152 ", part)]
+    live = [part for part in screen.decode().split("\r") if re.search(r"step +\d+/500 ", part)]
     assert len(live) >= 2
     assert all("steps/s" in part and "left" in part for part in live)
 

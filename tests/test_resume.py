@@ -26,10 +26,10 @@ ARGUMENTS = [
     *("model=macformer_exp", "model.attention.redraw=7", "model.pre_sbn.statistics=batch", "task.learning_rate=3e-3"),
     *("trainer.steps=58", "trainer.evaluate_every=15", "trainer.checkpoint_every=10"),
 ]
-# Runs train.py, which kills itself with SIGKILL when the function named is called for the n-th time.
+# Runs train.py, which sends itself a signal when the function named is called for the n-th time.
 SUICIDE = """
 import importlib, os, runpy, signal, sys
-where, count, *sys.argv = sys.argv[1:]
+number, where, count, *sys.argv = sys.argv[1:]
 home, _, name = where.rpartition(".")
 module, _, owner = home.partition(":")
 home = importlib.import_module(module)
@@ -42,7 +42,7 @@ def fatal(*args, **kwargs):
         if name == "save":  # half of the file is written
             args[1].write(bytes(1000))
             args[1].flush()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, number))
     return function(*args, **kwargs)
 
 setattr(home, name, fatal)
@@ -92,7 +92,7 @@ def test_killed_at_many_moments(unharmed: tuple[records.Record, list[float], str
         ("macformer.trainer.evaluate", 4),  # that of the test split
         ("macformer.checkpoint:Checkpoint.finish", 1),  # the record is there
     ):
-        killed = program("-c", SUICIDE, where, str(count), *arguments(tmp_path))
+        killed = program("-c", SUICIDE, "SIGKILL", where, str(count), *arguments(tmp_path))
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert "Traceback" not in killed.stderr
         steps.append(re.findall(r"going on from step (\d+)", killed.stdout))
@@ -123,33 +123,20 @@ def test_killed_from_outside(unharmed: tuple[records.Record, list[float], str], 
 
 
 def test_asked_to_stop(unharmed: tuple[records.Record, list[float], str], tmp_path: Path) -> None:
-    """It saves first: no step is lost, though the next checkpoint was far away. (SIGINT: tests/test_cli.py.)"""
-    process = subprocess.Popen(
-        [sys.executable, *arguments(tmp_path, "trainer.checkpoint_every=1000", "trainer.evaluate_every=15")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    assert process.stdout
-    for line in process.stdout:
-        if line.startswith("step     15"):
-            break
-    process.terminate()
-    rest, _ = process.communicate(timeout=100)
+    """In the 18th step. It saves first: that step is not lost, though the next checkpoint was far away."""
+    words = "-c", SUICIDE, "SIGTERM", "torch.optim:AdamW.step", "18"
+    stopped = program(*words, *arguments(tmp_path, "trainer.checkpoint_every=1000"))
+    assert stopped.returncode == 128 + signal.SIGTERM
+    assert "interrupted: SIGTERM after 18 steps" in stopped.stdout
     (file,) = (tmp_path / "results").rglob("*.json")
-    if process.returncode == 0:
-        pytest.skip("the run was over before the signal came")
-    assert process.returncode == 143
     interrupted = records.read(file)
-    assert interrupted.status == "interrupted"
-    assert interrupted.time is not None
-    assert re.search(rf"interrupted: SIGTERM after {interrupted.steps_done} steps", rest)
+    assert (interrupted.status, interrupted.steps_done) == ("interrupted", 18)
     record, losses, printed = finish(tmp_path)
-    assert f"going on from step {interrupted.steps_done} " in printed
+    assert "going on from step 18 " in printed
     assert losses == unharmed[1]
     assert what_was_learned(record) == what_was_learned(unharmed[0])
     assert record.time is not None
+    assert interrupted.time is not None
     assert record.time.train_seconds > interrupted.time.train_seconds  # it adds up
 
 
@@ -176,6 +163,45 @@ def test_force_repeats_a_finished_run_and_goes_on_with_a_repeat_that_was_stopped
     assert len(calls) == 11 + 12
     assert again is not None
     assert what_was_learned(again) == what_was_learned(first)
+
+
+def test_force_begins_anew_even_if_the_finished_run_was_killed_before_it_said_so(
+    cell: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.Checkpoint, "finish", lambda checkpoint, steps: None)
+        train.run(cell("listops", "rfa"), [])
+    train.run(cell("listops", "rfa", "force=true"), [])
+    assert "going on" not in capsys.readouterr().out
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
+    cell: Callable[..., DictConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was saved before is of no use then: it is not the end of the run."""
+    write = checkpoints.write
+
+    def full(file: Path, state: dict) -> None:
+        if state["step"] > 5:
+            raise OSError("No space left on device")
+        write(file, state)
+
+    monkeypatch.setattr(checkpoints, "write", full)
+    record = train.run(cell("listops", "rfa"), [])
+    assert record is not None
+    assert record.status == "ok"
+    assert "cannot be written, the run goes on without: No space left" in capsys.readouterr().err
+    assert not list((tmp_path / "outputs").rglob("checkpoint.pt"))
+
+
+def test_a_run_that_another_process_has_just_finished_is_not_repeated(
+    cell: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = train.run(cell("listops", "rfa"), [])
+    looks = iter([None, record])
+    monkeypatch.setattr(records, "finished", lambda file: next(looks))
+    monkeypatch.setattr("macformer.trainer.Trainer.fit", None)  # calling it would be an error
+    assert train.run(cell("listops", "rfa"), []) is record
 
 
 def test_two_processes_do_not_work_on_one_run(cell: Callable[..., DictConfig], tmp_path: Path) -> None:
@@ -208,7 +234,7 @@ def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: py
 def test_what_is_no_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "checkpoint.pt"
     file.write_bytes(content)
-    with pytest.raises(checkpoints.CheckpointError, match=f"{file} cannot be read as a checkpoint: delete it"):
+    with pytest.raises(checkpoints.CheckpointError, match=f"{file} cannot be read as a checkpoint: a run starts anew"):
         checkpoints.load(file)
 
 

@@ -1,9 +1,12 @@
 """What differs between CPU and CUDA: on a played CUDA, on meta tensors, and on a real GPU where there is one."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +47,9 @@ class PlayedCuda(SimpleNamespace):
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.calls.append("reset")
         self.allocated = self.reserved = 0
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty")
 
     def max_memory_allocated(self, device: torch.device) -> int:
         return self.allocated
@@ -187,6 +193,23 @@ def test_tf32_is_what_the_flag_says(played: PlayedCuda, monkeypatch: pytest.Monk
     for wanted in (True, False):
         devices.prepare(CUDA, 1, tf32=wanted)
         assert flags.allow_tf32 is wanted
+    assert played.calls == ["empty"] * 2
+
+
+def test_the_resident_peak_is_that_of_this_process_and_of_one_run() -> None:
+    """A child of a large process, as a test or a notebook is: ru_maxrss would be its parent's."""
+    child = """
+import torch
+from macformer import device as devices
+for _ in range(2):
+    devices.prepare(torch.device("cpu"), 1)
+    print(devices.resident_peak())
+"""
+    ballast = np.ones(2**28)  # 2 GiB
+    first, second = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.split()
+    assert ballast.sum() == 2**28
+    assert second == "None"
+    assert first == "None" if not Path("/proc/self/status").exists() else 2**26 < int(first) < 2**30
 
 
 def test_batches_for_cuda_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
 """The loop: schedule, reproducibility, best-by-dev, failures, memory."""
 
+import copy
 import functools
 import io
 import itertools
 import re
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -342,20 +342,22 @@ def test_a_saved_state_of_other_code_is_one_sentence(cell: Cell) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     model = configs.build(config, "model", **asdict(task.spec))
-    with pytest.raises(trainer.CannotRun, match="do not fit this code: delete the checkpoint"):
+    with pytest.raises(trainer.CannotRun, match="do not fit this code: train again"):
         configs.build(config, "trainer").fit(model, task, CPU, 0, saved={"model": {"other": torch.zeros(1)}})
 
 
-def test_every_second_is_booked_once(cell: Cell) -> None:
-    begin = time.perf_counter()
+def test_every_second_is_booked_once(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on by a second a look: none is lost, and a step takes two, one of them for its data."""
+    ticks = itertools.count()
+    monkeypatch.setattr(devices, "now", lambda device: float(next(ticks)))
     result = fit(cell("listops", "rfa"))[0]
-    spent = time.perf_counter() - begin
-    assert result.time is not None
-    assert sum(result.step_seconds) == pytest.approx(result.seconds["training"] + result.seconds["data_wait"])
-    assert result.time.train_seconds == sum(result.step_seconds)
-    parts = result.time.train_seconds + result.time.evaluation_seconds + result.time.pause_seconds
-    assert parts == pytest.approx(sum(result.seconds.values()))
-    assert parts <= spent
+    assert result.step_seconds == [2.0] * 10
+    assert (result.seconds["training"], result.seconds["data_wait"], result.seconds["evaluation"]) == (10, 10, 3)
+    assert sum(result.seconds.values()) == next(ticks) - 1
+    time = result.time
+    assert time is not None
+    assert (time.train_seconds, time.warmup_seconds, time.data_wait_seconds) == (20, 4, 10)
+    assert (time.evaluation_seconds, time.pause_seconds) == (3, result.seconds["pause"])
 
 
 def test_a_failed_run_has_its_time_too(cell: Cell) -> None:
@@ -445,6 +447,24 @@ def test_weights_go_through_torch_compile(cell: Cell, monkeypatch: pytest.Monkey
     assert compiled[1].state_dict().keys() == plain[1].state_dict().keys()
 
 
+def test_a_compiled_run_goes_on_as_it_was(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, evaluations and all. A module that does nothing in evaluation is not compiled any more after it."""
+    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+    config = cell("listops", "macformer_exp", "trainer.compile=true", "trainer.checkpoint_every=3")
+    states: list[dict] = []
+    losses = []
+    for saved in (None, 0):
+        torch.compiler.reset()
+        task = configs.build(config, "task.data", folder=config.paths.data)
+        torch.manual_seed(config.seed)
+        model = configs.build(config, "model", **asdict(task.spec))
+        state = saved if saved is None else states[saved]
+        save = None if state else lambda state: states.append(copy.deepcopy(state))
+        losses.append(configs.build(config, "trainer").fit(model, task, CPU, config.seed, save, state).losses)
+    assert states[0]["step"] == 3
+    assert losses[0] == losses[1]
+
+
 def test_a_compiler_that_fails_is_one_sentence(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no C++ compiler\nand a long story")
@@ -454,16 +474,49 @@ def test_a_compiler_that_fails_is_one_sentence(cell: Cell, monkeypatch: pytest.M
         fit(cell("listops", "transformer", "trainer.compile=true"))
 
 
-def test_a_request_to_stop_waits_for_a_good_moment_and_a_second_does_not() -> None:
+def test_a_request_to_stop_waits_for_a_good_moment_and_a_late_second_one_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = signal.getsignal(signal.SIGINT)
     with trainer.Stop() as stop:
         stop.check()
-        signal.raise_signal(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # at once: a checkpoint may be under way
+            signal.raise_signal(number)
         with pytest.raises(trainer.Stopped):
             stop.check()
+        assert stop.signal == signal.SIGINT
+        monkeypatch.setattr(trainer, "PATIENCE", -1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_comes_too_late_for_its_run_still_stops_a_sweep(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(outcomes: np.ndarray) -> str:
+        signal.raise_signal(signal.SIGTERM)
+        return records.pack_bits(outcomes)
+
+    monkeypatch.setattr(trainer, "pack_bits", late)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train.run(cell("listops", "rfa"), [])
+    assert stopped.value.args == (signal.SIGTERM,)
+    (file,) = (tmp_path / "runs").rglob("*.json")
+    assert records.read(file).status == "ok"
+
+
+def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = train.run(cell("listops", "rfa"), [])
+    assert record is not None
+
+    def short(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(nn.Embedding, "forward", short)
+    for what in ("dry_run=true", f"evaluate={record.run_id}"):
+        with pytest.raises(trainer.OutOfMemory, match=r"^out of memory: raise trainer.accumulate=1 .* or lower"):
+            train.run(cell("listops", "rfa", what), [])
 
 
 def test_an_evaluation_stops_when_it_is_asked_to(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
