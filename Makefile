@@ -22,10 +22,10 @@ quickstart: setup ## train three models on generated ListOps on the CPU and prin
 	@$(BIN)/python scripts/table.py outputs/quickstart
 
 test: lint ## lint, then the tests that take minutes at most
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: lint ## all tests, the slow ones included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow or not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or not slow'
 
 lint: setup ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
