@@ -118,6 +118,15 @@ def test_the_committed_table_and_the_readme_are_those_of_the_committed_run() -> 
     assert asked_for in (ROOT / "README.md").read_text()
 
 
+def test_the_committed_race_of_models_is_what_the_readme_shows() -> None:
+    folder = ROOT / "results" / "bench"
+    report = json.loads((folder / "models.json").read_text())
+    assert models.claims(report["results"]) == report["claims"]
+    table = models.table(report)
+    assert (folder / "models.md").read_text() == table
+    assert table.partition("\n\n")[0] in (ROOT / "README.md").read_text()
+
+
 def test_models_race_at_real_lengths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
