@@ -133,6 +133,27 @@ def test_a_sweep_over_processes_lists_its_failures_too(tmp_path: Path) -> None:
     assert len(list((tmp_path / "results").rglob("*.json"))) == 2
 
 
+def test_a_bug_in_a_sweep_is_listed_and_shown(tmp_path: Path) -> None:
+    """The second run has it, the first diverges: neither hides the other."""
+    broken = """
+import runpy, sys
+from macformer.trainer import Trainer
+fit = Trainer.fit
+def bug(self, *args):
+    if self.learning_rate < 1:
+        raise RuntimeError("a real bug")
+    return fit(self, *args)
+Trainer.fit = bug
+sys.argv = sys.argv[1:]
+runpy.run_path("train.py", run_name="__main__")
+"""
+    done = program("-c", broken, "train.py", "-m", "task.learning_rate=1e30,1e-3", *TINY, *paths(tmp_path))
+    assert done.returncode == 1
+    assert "error: 2 of the sweep's runs failed:" in done.stderr
+    assert re.search(r"task.learning_rate=0.001 .*: a real bug$", done.stderr, re.MULTILINE)
+    assert "RuntimeError: a real bug" in done.stderr
+
+
 def test_an_interrupted_sweep_over_processes_saves_all_its_runs(tmp_path: Path) -> None:
     """Ctrl-C goes to every process of the group. Two runs are at work, two more have not begun."""
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]

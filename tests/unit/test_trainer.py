@@ -536,3 +536,14 @@ def test_an_evaluation_stops_when_it_is_asked_to(cell: Cell, monkeypatch: pytest
     result = configs.build(config, "trainer").fit(model, task, CPU, 0, states.append)
     assert (result.status, result.message) == ("interrupted", "SIGTERM after 5 steps")
     assert [(state["step"], len(state["history"])) for state in states] == [(5, 0), (5, 0)]
+
+
+def test_weights_and_biases_without_a_login_is_one_sentence(
+    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No key, no terminal to ask for one, nothing sent: wandb refuses before it calls anyone."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(configs.ConfigError, match=r"^logger: mode=online does not work: .+; use mode=offline$"):
+        train.run(cell("listops", "rfa", "logger=wandb", "logger.mode=online"), [])
+    assert not list((tmp_path / "runs").rglob("*.json"))
