@@ -47,7 +47,7 @@ bench-data: setup ## measure how fast data are made, packed and read, into resul
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_data.py $(if $(IMDB),--imdb $(IMDB))
 
 bench-models: setup ## race training steps of whole models at real lengths, into results/bench (8 minutes; Text needs IMDB=path)
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_models.py $(if $(IMDB),--imdb $(IMDB))
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench_models $(if $(IMDB),--imdb $(IMDB))
 
 golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)
 	$(BIN)/python -m tests.golden.regenerate

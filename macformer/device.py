@@ -176,10 +176,8 @@ def resident_peak() -> int | None:
     return int(peak) * 1024
 
 
-def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[], object]) -> tuple[int, str]:
-    """Peak memory of `work` with `state` (parameters, optimiser) alive, and how it was measured.
-
-    The random numbers stay as they were.
+def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[], object]) -> int:
+    """Peak memory of `work` with `state` (parameters, optimiser) alive. The random numbers stay as they were.
 
     CUDA: the allocator's own peak. CPU: the peak of live tensor bytes, summed over the allocator's events; the
     operating system's figure would also hold torch itself and whatever the allocator keeps.
@@ -191,7 +189,7 @@ def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[],
         work()
         cuda.synchronize(device)
         set_random_state(device, before)
-        return cuda.max_memory_allocated(device), "CUDA allocator's peak"
+        return cuda.max_memory_allocated(device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     set_random_state(device, before)
@@ -202,4 +200,4 @@ def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[],
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    return peak, "peak of live tensor bytes (allocator events)"
+    return peak

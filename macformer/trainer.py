@@ -518,7 +518,7 @@ class _Run:
                 else:  # nothing may stop it: the weights are to be as they were
                     evaluate(self.model, split, longest, own.batch_size, self.device, own.trim, self.precision)
 
-            self.result.peaks[name], _ = devices.peak_bytes(self.device, state, work)
+            self.result.peaks[name] = devices.peak_bytes(self.device, state, work)
         self.model.load_state_dict(before)
 
     def note_cuda_peaks(self, allocated: str, reserved: str) -> None:

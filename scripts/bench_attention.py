@@ -175,8 +175,8 @@ def peak(device: torch.device, work: Callable[[], Any]) -> int:
     gc.collect()
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
-        return devices.peak_bytes(device, [], work)[0] - before
-    return devices.peak_bytes(device, [], work)[0]
+        return devices.peak_bytes(device, [], work) - before
+    return devices.peak_bytes(device, [], work)
 
 
 def model_memory(device: torch.device, batch: int = 16, n: int = 4096) -> dict[str, int]:
@@ -202,7 +202,7 @@ def model_memory(device: torch.device, batch: int = 16, n: int = 4096) -> dict[s
             F.cross_entropy(model(ids), labels).backward()
             model.zero_grad()
 
-        found[name] = devices.peak_bytes(device, model.parameters(), step)[0]
+        found[name] = devices.peak_bytes(device, model.parameters(), step)
     show("")
     return found
 

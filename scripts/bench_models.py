@@ -1,7 +1,7 @@
 """Race training steps of whole models at the tasks' real lengths: what attention costs beside everything else.
 
-    python scripts/bench_models.py --imdb data/aclImdb_v1.tar.gz      # under 8 minutes on one core
-    python scripts/bench_models.py --rounds 2 --output /tmp/bench     # without Text, for a look
+    python -m scripts.bench_models --imdb data/aclImdb_v1.tar.gz      # under 8 minutes on one core
+    python -m scripts.bench_models --rounds 2 --output /tmp/bench     # without Text, for a look
 
 How: one process, one thread, freed memory kept, as train.py has it. A step is forward, cross-entropy, backward, clip by
 value, AdamW. In every round each model has a turn of one step, in a new order, all on the same batch; the next round
@@ -36,6 +36,7 @@ from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
 from macformer.trainer import CLIP, EPS
+from scripts.bench_attention import flop as attention_flop
 
 ROOT = Path(__file__).parent.parent
 ROUNDS, SLOW_ROUNDS = 25, 5  # the second with softmax at 16 x 4,096: seconds a step
@@ -112,9 +113,8 @@ def model(name: str, spec: TaskSpec) -> nn.Module:
     return configs.build(composed(name), "model", **asdict(spec))
 
 
-def stepper(name: str, spec: TaskSpec, device: torch.device) -> Callable[[Tensor, Tensor], None]:
+def stepper(name: str, trained: nn.Module) -> Callable[[Tensor, Tensor], None]:
     """One training step. The plain trunk has torch's default AdamW, the others the fused one."""
-    trained = model(name, spec).to(device).train()
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-4, eps=EPS, weight_decay=0, fused=name != "plain" or None)
 
     def step(ids: Tensor, labels: Tensor) -> None:
@@ -126,39 +126,27 @@ def stepper(name: str, spec: TaskSpec, device: torch.device) -> Callable[[Tensor
     return step
 
 
-def flop(name: str, spec: TaskSpec, ids: Tensor) -> int:
+def flop(name: str, trained: nn.Module, ids: Tensor) -> int:
     """Of the matrix products over tokens, forward and backward: three times those of the forward pass.
 
-    With the identity, q and k have no backward pass. What is computed again does not count, but for the projections
-    inside attention (scripts/bench_attention.py).
+    With the identity, q and k have no backward pass. What is computed again does not count, but inside attention.
     """
     sizes = configs.container(composed("macformer_exp"))["model"]
-    width, heads, d = sizes["width"], sizes["heads"], sizes["head_dim"]
-    joined, n, B = heads * d, ids.shape[1], len(ids)
+    width, heads, joined = sizes["width"], sizes["heads"], sizes["heads"] * sizes["head_dim"]
     linear = 3 * (4 * width * joined + 2 * width * sizes["feedforward"])
-    attention = 0
     if name in ("plain", "identity", "identity, ppSBN"):
         linear -= 4 * width * joined
-    total = sizes["layers"] * 2 * B * n * linear
-    for module in model(name, spec).modules():
-        if isinstance(module, RMFAttention):
-            _, A, rows, widths = module.feature_map.folded(torch.float32)
-            attention += (
-                12 * B * heads * n * d * (rows.shape[1] + (0 if A is None else d) + (widths[0] if widths else 0))
-            )
-        elif isinstance(module, RFAttention):
-            features = module.feature_map.frequencies().shape[1] * 2
-            attention += B * heads * n * d * (8 * features + 12 * features)
-        elif isinstance(module, SoftmaxAttention):
-            attention += 14 * B * heads * n * n * d
-    return total + attention
+    attentions = (m for m in trained.modules() if isinstance(m, RMFAttention | RFAttention | SoftmaxAttention))
+    B, n = ids.shape
+    return sizes["layers"] * 2 * B * n * linear + sum(attention_flop(m, B, heads, n) for m in attentions)
 
 
 def race(
     setting: str, spec: TaskSpec, names: Sequence[str], batches: Iterator[Batch], rounds: int, device: torch.device
 ) -> dict[str, Any]:
     """Seconds and FLOP of each model and the matmul rate in each round."""
-    steps = {name: stepper(name, spec, device) for name in names}
+    trained = {name: model(name, spec).to(device).train() for name in names}
+    steps = {name: stepper(name, trained[name]) for name in names}
     square = torch.randn(1024, 1024, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     flops: dict[str, list[int]] = {name: [] for name in names}
@@ -171,7 +159,7 @@ def race(
             begin = devices.now(device)
             steps[name](ids, labels)
             seconds[name].append(devices.now(device) - begin)
-            flops[name].append(flop(name, spec, ids))
+            flops[name].append(flop(name, trained[name], ids))
         begin = devices.now(device)
         for _ in range(4):
             square @ square
