@@ -414,11 +414,10 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
             bar.update(len(line))
 
 
-def bytes_spec(length: int, max_length: int, paired: bool) -> TaskSpec:
-    """Of a task of two classes whose texts are bytes, at most max_length of them."""
+def check_length(length: int, max_length: int) -> None:
+    """The longest text must fit."""
     if max_length > length:
         raise DataError(f"task.data.length={length} is too short for task.data.max_length={max_length}: raise it")
-    return TaskSpec(BYTES, length, classes=2, paired=paired)
 
 
 def require(task: str, folder: str, origin: str | None, files: Iterable[Path], what: str) -> None:

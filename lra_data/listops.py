@@ -106,6 +106,10 @@ def to_source(tokens: NDArray[np.uint8]) -> str:
     return " ".join(words)
 
 
+def spec(length: int) -> TaskSpec:
+    return TaskSpec(VOCABULARY, length, classes=10, paired=False)
+
+
 @validate_call(config={"strict": True})
 def load(
     folder: str,
@@ -123,7 +127,6 @@ def load(
     is the most that is taken, and min_length, max_length and seed mean nothing.
     """
     sizes: dict[str, Any] = {**examples}
-    spec = TaskSpec(VOCABULARY, length, classes=10, paired=False)
     shared: dict[str, Any] = {"brackets": brackets, "examples": sizes}
 
     def texts(expressions: Iterable[Expression]) -> Iterator[Example]:
@@ -142,7 +145,7 @@ def load(
             }
 
         files = {path.name: path for path in paths.values()}
-        return base.cached(folder, "listops", spec, shared, read, to_text, "basic_{train,val,test}.tsv", files)
+        return base.cached(folder, "listops", spec(length), shared, read, to_text, "basic_{train,val,test}.tsv", files)
 
     longest = max_length - 1
     if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
@@ -158,7 +161,7 @@ def load(
         return "generated", {split: itertools.islice(drawn, sizes[split]) for split in base.SPLITS}
 
     settings = shared | {"min_length": min_length, "max_length": max_length, "seed": seed}
-    return base.cached(folder, "listops", spec, settings, draw, to_text, "the generator")
+    return base.cached(folder, "listops", spec(length), settings, draw, to_text, "the generator")
 
 
 def to_text(tokens: NDArray[np.uint8]) -> str:

@@ -12,13 +12,17 @@ from typing import Any
 from pydantic import PositiveInt, validate_call
 
 from lra_data import base
-from lra_data.base import Caps, DataError, Example, Source, Task
+from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
 
 PARTS = ("train", "eval", "test")
 FILES = {split: f"new_aan_pairs.{part}.tsv" for split, part in zip(base.SPLITS, PARTS, strict=True)}
 PAIRS = {"train": 147_086, "dev": 18_090, "test": 17_437}  # of LRA's files; any others are a stand-in
 READ = 10_000  # bytes of a text that LRA's pipeline reads, before it cuts to max_length
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
+
+
+def spec(length: int) -> TaskSpec:
+    return TaskSpec(base.BYTES, length, classes=2, paired=True)
 
 
 @validate_call(config={"strict": True})
@@ -29,7 +33,7 @@ def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Ca
     """
     paths = {split: Path(origin or folder) / FILES[split] for split in base.SPLITS}
     limits: dict[str, Any] = {**examples}
-    spec = base.bytes_spec(length, max_length, paired=True)
+    base.check_length(length, max_length)
 
     def require() -> None:
         base.require("retrieval", folder, origin, paths.values(), f"put LRA's {', '.join(FILES.values())} there")
@@ -47,7 +51,7 @@ def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Ca
     settings = {"max_length": max_length, "examples": limits}
     files = {path.name: path for path in paths.values()}
     return base.cached(
-        folder, "retrieval", spec, settings, build, base.as_text, "new_aan_pairs.{train,eval,test}.tsv", files
+        folder, "retrieval", spec(length), settings, build, base.as_text, "new_aan_pairs.{train,eval,test}.tsv", files
     )
 
 

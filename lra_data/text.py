@@ -28,7 +28,7 @@ from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
 from lra_data import base
-from lra_data.base import Caps, DataError, Example, Source, Task
+from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
 
 ARCHIVE, UNPACKED = "aclImdb_v1.tar.gz", "aclImdb"
 ARCHIVE_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
@@ -45,6 +45,10 @@ PATIENCE = 2.0  # seconds for a hub to answer
 _FILE = re.compile(r"\d+_\d+\.txt")  # number and rating
 _MEMBER = re.compile(rf"(?:\./)?aclImdb/(train|test)/(neg|pos)/{_FILE.pattern}")
 Reviews = dict[str, list[tuple[bytes, int]]]  # of each part: (review, label)
+
+
+def spec(length: int) -> TaskSpec:
+    return TaskSpec(base.BYTES, length, classes=2, paired=False)
 
 
 @validate_call(config={"strict": True})
@@ -65,7 +69,7 @@ def load(
     training reviews, the same share of either label. `examples` caps the splits; null = all.
     """
     limits: dict[str, Any] = {**examples}
-    spec = base.bytes_spec(length, max_length, paired=False)
+    base.check_length(length, max_length)
     name, files, read = _place(folder, origin)
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
@@ -89,7 +93,7 @@ def load(
         "examples": limits,
         "seed": seed if dev == "held-out" else None,
     }
-    return base.cached(folder, "text", spec, settings, build, base.as_text, name, files)
+    return base.cached(folder, "text", spec(length), settings, build, base.as_text, name, files)
 
 
 def _place(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path], Callable[[], Reviews]]:

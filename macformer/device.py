@@ -17,6 +17,7 @@ from torch import Tensor, cuda
 from torch.profiler import ProfilerActivity, profile
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+MMAP_MAX = 65536  # glibc's default
 Array = NDArray[np.generic]
 Item = TypeVar("Item")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -37,11 +38,7 @@ def is_cuda(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
-    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory.
-
-    glibc returns large blocks at once and pays for each new one in page faults (figures in docs/log.md). Elsewhere the
-    call does not exist and is left out.
-    """
+    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory."""
     global _runs
     _runs += 1
     torch.set_num_threads(threads)
@@ -50,10 +47,30 @@ def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
         gc.collect()
         cuda.empty_cache()  # or what earlier runs of a sweep have reserved would count as this one's
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    keep_freed(True)
+
+
+def keep_freed(keep: bool) -> None:
+    """Whether freed memory of the CPU stays with the process; if not, what is free goes back now as well.
+
+    glibc returns large blocks at once and pays for each new one in page faults (figures in docs/log.md). Kept, they are
+    split: several times what lives can become resident. Elsewhere the calls do not exist and are left out.
+    """
+    libc = ctypes.CDLL(None) if os.name == "posix" else None
+    if libc and hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
+        libc.mallopt(M_MMAP_MAX, 0 if keep else MMAP_MAX)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        if not keep:
+            libc.malloc_trim(0)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What the CPU can still allocate. None if nobody says it, and on CUDA, whose allocator raises an error in time."""
+    meminfo = Path("/proc/meminfo")
+    if is_cuda(device) or not meminfo.exists():
+        return None
+    (free,) = (line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(free) * 1024
 
 
 def describe(device: torch.device) -> str:

@@ -1,24 +1,35 @@
-"""Race training steps of whole models at the tasks' real lengths: what attention costs beside everything else.
+"""Race training steps of whole models on each task: time, memory, and from which length on Macformer is faster.
 
-    python -m scripts.bench_models --imdb data/aclImdb_v1.tar.gz      # under 8 minutes on one core
-    python -m scripts.bench_models --rounds 2 --output /tmp/bench     # without Text, for a look
+    python -m scripts.bench_models --imdb data/aclImdb_v1.tar.gz      # under 45 minutes on one core
+    python -m scripts.bench_models --settings listops-full --rounds 1 --output /tmp/bench
 
 How: one process, one thread, freed memory kept, as train.py has it. A step is forward, cross-entropy, backward, clip by
 value, AdamW. In every round each model has a turn of one step, in a new order, all on the same batch; the next round
-has another batch, as the trainer makes them with pad=trim and bucket=true. A ratio is taken within a round; its median
-and range over the rounds are reported. A round before the first is not counted.
+has another batch. A ratio is taken within a round; its median and range over the rounds are reported. A round before
+the first is not counted.
+
+    TASK-full   the paper's protocol: every text padded to the task's length. Ids are random and nothing is padding,
+                which costs the same as a padded batch and needs no data
+    TASK-real   real texts, with batches as the trainer makes them with pad=trim and bucket=true
+    lengths     as many tokens a batch at every length, with Text's encoder
 
     plain             stock torch modules, all but attention: the values go on as they are, q and k are projected
     identity          our model without ppSBN, the identity for attention: likewise
     identity, ppSBN   the same with pre-SBN of q and k and post-SBN of the values
+
+Memory is the peak of forward and backward of one model on the longest batch, measured as the trainer does. A model that
+would not fit is left out. On the CPU kept memory is split up, so that up to SPREAD times what lives is resident: a step
+for which that is too much gives its large blocks back at once, and pays for it in page faults.
 """
 
 import argparse
+import itertools
 import json
+import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -27,22 +38,38 @@ from typing import Any, cast
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lra_data.base import BYTES, Task, TaskSpec
+from lra_data import listops, retrieval, text
+from lra_data.base import DataError, Task, TaskSpec
 from macformer import RFAttention, RMFAttention, SoftmaxAttention
 from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
+from macformer.progress import duration, mebibytes
 from macformer.trainer import CLIP, EPS
 from scripts.bench_attention import flop as attention_flop
 
 ROOT = Path(__file__).parent.parent
-ROUNDS, SLOW_ROUNDS = 25, 5  # the second with softmax at 16 x 4,096: seconds a step
-FULL = (16, 4096)
+ROUNDS, FULL_ROUNDS = 25, 5  # at full length softmax takes up to a minute a step
 EXAMPLES = {"train": 4096, "dev": 16, "test": 16}  # a few windows of buckets
-STEPS = ("plain", "identity", "identity, ppSBN", "macformer_exp", "rfa")
+TASKS = {"listops": listops, "text": text, "retrieval": retrieval}
+TRUNKS = ("plain", "identity", "identity, ppSBN")
+BASELINES = ("transformer", "transformer_checkpointed", "transformer_sdpa")
+LINEAR = ("rfa", "macformer_exp")
+MODELS = (*BASELINES, *LINEAR, "macformer_inv", "macformer_trigh", "macformer_log", "macformer_sqrt")
+SETTINGS = {
+    "listops-real": (*TRUNKS, *BASELINES, *LINEAR),
+    "text-real": (*TRUNKS, *BASELINES, *LINEAR),
+    "listops-full": MODELS,
+    "text-full": (*TRUNKS, *MODELS),
+    "retrieval-full": MODELS,
+}
+TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
+ROOM = 0.9  # share of the free memory that a step may need
+SPREAD = 4
 Batch = tuple[Tensor, Tensor]
 
 
@@ -98,32 +125,31 @@ class Plain(nn.Module):
         return self.head(x.masked_fill((ids == 0).unsqueeze(-1), 0).sum(1) / self.length)
 
 
-def composed(name: str) -> Any:
+def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("train", [f"model={name}", "protocol=paper"])
+        return compose("train", ["protocol=paper", *overrides])
 
 
 def model(name: str, spec: TaskSpec) -> nn.Module:
     torch.manual_seed(0)
     if name == "plain":
-        return Plain(spec, configs.container(composed("transformer_sdpa"))["model"])
+        return Plain(spec, configs.container(composed("model=transformer_sdpa"))["model"])
     if name.startswith("identity"):
         like = "macformer_exp" if name.endswith("ppSBN") else "transformer_sdpa"
-        return configs.build(composed(like), "model", **asdict(spec), attention=Identity)
-    return configs.build(composed(name), "model", **asdict(spec))
+        return configs.build(composed(f"model={like}"), "model", **asdict(spec), attention=Identity)
+    return configs.build(composed(f"model={name}"), "model", **asdict(spec))
 
 
-def stepper(name: str, trained: nn.Module) -> Callable[[Tensor, Tensor], None]:
-    """One training step. The plain trunk has torch's default AdamW, the others the fused one."""
-    optimizer = torch.optim.AdamW(trained.parameters(), 1e-4, eps=EPS, weight_decay=0, fused=name != "plain" or None)
+def adamw(name: str, trained: nn.Module) -> torch.optim.Optimizer:
+    """The plain trunk has torch's default, the others the fused one."""
+    return torch.optim.AdamW(trained.parameters(), 1e-4, eps=EPS, weight_decay=0, fused=name != "plain" or None)
 
-    def step(ids: Tensor, labels: Tensor) -> None:
-        F.cross_entropy(trained(ids), labels).backward()
-        nn.utils.clip_grad_value_(trained.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+def step(trained: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> None:
+    F.cross_entropy(trained(ids), labels).backward()
+    nn.utils.clip_grad_value_(trained.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def flop(name: str, trained: nn.Module, ids: Tensor) -> int:
@@ -131,35 +157,88 @@ def flop(name: str, trained: nn.Module, ids: Tensor) -> int:
 
     With the identity, q and k have no backward pass. What is computed again does not count, but inside attention.
     """
-    sizes = configs.container(composed("macformer_exp"))["model"]
+    sizes = configs.container(composed("model=macformer_exp"))["model"]
     width, heads, joined = sizes["width"], sizes["heads"], sizes["heads"] * sizes["head_dim"]
     linear = 3 * (4 * width * joined + 2 * width * sizes["feedforward"])
     if name in ("plain", "identity", "identity, ppSBN"):
         linear -= 4 * width * joined
     attentions = (m for m in trained.modules() if isinstance(m, RMFAttention | RFAttention | SoftmaxAttention))
-    B, n = ids.shape
-    return sizes["layers"] * 2 * B * n * linear + sum(attention_flop(m, B, heads, n) for m in attentions)
+    tokens, n = ids.numel(), ids.shape[-1]
+    return sizes["layers"] * 2 * tokens * linear + sum(attention_flop(m, tokens // n, heads, n) for m in attentions)
+
+
+def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> int:
+    """Peak bytes of a pass with parameters and optimiser state, no other model alive; MemoryError if it would not fit.
+
+    What it will need is foretold from one and two examples: activations are linear in the batch.
+    """
+    trained = model(name, spec).to(device).train()
+    optimizer = adamw(name, trained)
+    ids, labels = batch
+    step(trained, optimizer, ids[:1], labels[:1])  # the optimiser has its moments now
+    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+    def of(examples: int) -> int:
+        def work() -> None:
+            F.cross_entropy(trained(ids[:examples]), labels[:examples]).backward()
+            optimizer.zero_grad()
+
+        return devices.peak_bytes(device, [*trained.parameters(), *trained.buffers(), *moments], work)
+
+    one, two = of(1), of(2)
+    need, free = one + (len(ids) - 1) * (two - one), devices.free_bytes(device)
+    if free is not None and need > ROOM * free:
+        raise MemoryError(f"a step would need {mebibytes(need)}, and {mebibytes(free)} are free")
+    return of(len(ids))
 
 
 def race(
-    setting: str, spec: TaskSpec, names: Sequence[str], batches: Iterator[Batch], rounds: int, device: torch.device
-) -> dict[str, Any]:
-    """Seconds and FLOP of each model and the matmul rate in each round."""
-    trained = {name: model(name, spec).to(device).train() for name in names}
-    steps = {name: stepper(name, trained[name]) for name in names}
+    setting: str,
+    spec: TaskSpec,
+    names: Sequence[str],
+    longest: Batch,
+    batches: Iterator[Batch],
+    rounds: int,
+    device: torch.device,
+) -> tuple[dict[str, Any], list[str]]:
+    """Seconds and FLOP of each model and the matmul rate in each round, peak bytes on the longest batch; who is out."""
+    devices.keep_freed(False)
+    free = devices.free_bytes(device)
+    peaks: dict[str, int] = {}
+    left_out = []
+    for name in names:
+        print(f"{setting}: memory of {name}", file=sys.stderr)
+        try:
+            peaks[name] = peak(name, spec, longest, device)
+        except (RuntimeError, MemoryError) as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            left_out.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
+    devices.keep_freed(True)
+    trained = {name: model(name, spec).to(device).train() for name in peaks}
+    optimizers = {name: adamw(name, trained[name]) for name in peaks}
     square = torch.randn(1024, 1024, device=device)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    flops: dict[str, list[int]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in peaks}
+    flops: dict[str, list[int]] = {name: [] for name in peaks}
     rates, shapes, order = [], [], random.Random(0)
+    start = devices.now(device)
     for number in range(rounds + 1):
-        print(f"{setting}: round {number} of {rounds}", file=sys.stderr)
+        left = (devices.now(device) - start) / number * (rounds + 1 - number) if number else math.nan
+        told = f", {duration(left)} left of it" if number else ""
+        print(f"{setting}: round {number} of {rounds}{told}", file=sys.stderr)
         ids, labels = next(batches)
-        shapes.append(list(ids.shape))
-        for name in order.sample(list(names), len(names)):
+        shapes.append([len(ids), ids.shape[-1]])
+        share = (ids.shape[-1] / longest[0].shape[-1]) ** 2  # what is large is the n x n weights
+        for name in order.sample(list(peaks), len(peaks)):
+            large = free is not None and SPREAD * share * peaks[name] > free
+            if large:
+                devices.keep_freed(False)
             begin = devices.now(device)
-            steps[name](ids, labels)
+            step(trained[name], optimizers[name], ids, labels)
             seconds[name].append(devices.now(device) - begin)
             flops[name].append(flop(name, trained[name], ids))
+            if large:
+                devices.keep_freed(True)
         begin = devices.now(device)
         for _ in range(4):
             square @ square
@@ -168,28 +247,88 @@ def race(
         "setting": setting,
         "shapes": shapes[1:],
         "matmul_rate": rates[1:],
-        "arms": {name: {"seconds": seconds[name][1:], "flop": flops[name][1:]} for name in names},
-    }
+        "arms": {
+            name: {"seconds": seconds[name][1:], "flop": flops[name][1:], "peak_bytes": peaks[name]} for name in peaks
+        },
+    }, left_out
 
 
 def real(task: Task, batch_size: int, device: torch.device) -> Iterator[Batch]:
-    """Batches as the trainer makes them with pad=trim, bucket=true."""
+    """The longest batch, as the trainer measures memory on; then batches as it makes them with pad=trim, bucket=true."""
     order, train = task.order(batch_size, seed=0, bucket=True), task.splits["train"]
-    made = (train.batch(order.indices(step), trim=True) for step in range(10**6))
-    return cast(Iterator[Batch], devices.feed(device, made))
+    longest = np.resize(np.argsort(-train.lengths, kind="stable"), batch_size)
+    chosen = itertools.chain([longest], (order.indices(step) for step in itertools.count()))
+    return cast(Iterator[Batch], devices.feed(device, (train.batch(indices, trim=True) for indices in chosen)))
 
 
-def full(device: torch.device) -> Iterator[Batch]:
-    rng = np.random.default_rng(0)
+def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Iterator[Batch]:
+    rng, shape = np.random.default_rng(0), (batch_size, 2, n) if spec.paired else (batch_size, n)
     while True:
-        ids, labels = rng.integers(1, 257, FULL, np.int32), rng.integers(0, 2, FULL[0])
+        ids = rng.integers(1, spec.vocabulary, shape, np.int32)
+        labels = rng.integers(0, spec.classes, batch_size)
         yield torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
+
+
+def over_lengths(rounds: int, device: torch.device) -> tuple[dict[str, Any], list[str]]:
+    """Softmax and linear attention at every length, with as many tokens a batch: seconds, and the break-even lengths."""
+    spec = text.spec(composed("task=text").task.data.length)
+    names, results, left_out = ("transformer", "transformer_sdpa", *LINEAR), [], []
+    for n in LENGTHS:
+        batches = full(spec, TOKENS // n, n, device)
+        result, out = race(f"lengths, n = {n:,}", spec, names, next(batches), batches, rounds, device)
+        results.append({"n": n, "arms": {name: {"seconds": arm["seconds"]} for name, arm in result["arms"].items()}})
+        left_out += out
+    return {"tokens": TOKENS, "results": results, "break_even": break_even(results)}, left_out
+
+
+def crossing(points: Sequence[tuple[int, float]]) -> float:
+    """From which n on the ratios are below 1, interpolated in log n: 0 if they all are, inf if the last is not."""
+    slower = [i for i, (_, ratio) in enumerate(points) if ratio >= 1]
+    if not slower:
+        return 0.0
+    if slower[-1] == len(points) - 1:
+        return math.inf
+    (n, above), (longer, below) = points[slower[-1]], points[slower[-1] + 1]
+    return n * (longer / n) ** ((above - 1) / (above - below))
+
+
+def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the medians of the ratios; lowest and highest of the rounds, each round by itself."""
+    found = []
+    for name, to in itertools.product(reversed(LINEAR), ("transformer_sdpa", "transformer")):
+        both = [result for result in results if {name, to} <= result["arms"].keys()]
+        each = [(r["n"], ratio_of_rounds(r, name, to)) for r in both]
+        if not each:
+            continue
+        at = crossing([(n, median(rounds)) for n, rounds in each])
+        of_rounds = [crossing([(n, rounds[i]) for n, rounds in each]) for i in range(len(each[0][1]))]
+        low, high = min(of_rounds), max(of_rounds)
+        if at == 0:
+            says = f"{name} is faster than {to} at every length measured"
+        elif at == math.inf:
+            says = f"{name} is faster than {to} at no length measured"
+        else:
+            says = f"{name} is faster than {to} from n = {at:,.0f} on"
+        spread = " to ".join(
+            {0.0: f"below {each[0][0]:,}", math.inf: f"above {each[-1][0]:,}"}.get(x, f"{x:,.0f}") for x in (low, high)
+        )
+        told = {"n": at, "low": low, "high": high}
+        found.append(
+            {"model": name, "baseline": to}
+            | {key: value if 0 < value < math.inf else None for key, value in told.items()}
+            | {"says": f"{says} (single rounds: {spread})."}
+        )
+    return found
+
+
+def ratio_of_rounds(result: dict[str, Any], name: str, to: str) -> list[float]:
+    arms = result["arms"]
+    return [a / b for a, b in zip(arms[name]["seconds"], arms[to]["seconds"], strict=True)]
 
 
 def ratios(result: dict[str, Any], name: str, to: str) -> tuple[float, float, float]:
     """Seconds of `name` over those of `to`: median, lowest and highest of the rounds."""
-    arms = result["arms"]
-    each = [a / b for a, b in zip(arms[name]["seconds"], arms[to]["seconds"], strict=True)]
+    each = ratio_of_rounds(result, name, to)
     return median(each), min(each), max(each)
 
 
@@ -203,13 +342,13 @@ def claims(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
     found = []
     for result in results:
-        for text, name, to, sense, bound in asked:
-            if not {name, to} <= result["arms"].keys():
+        for what, name, to, sense, bound in asked:
+            if not {name, to} <= result["arms"].keys() or (to == "macformer_exp" and result["setting"] != "text-full"):
                 continue
             value, low, high = ratios(result, name, to)
             met = value <= bound if sense == "at most" else value >= bound
             found.append(
-                {"claim": f"{result['setting']}: {text}", "sense": sense, "bound": bound}
+                {"claim": f"{result['setting']}: {what}", "sense": sense, "bound": bound}
                 | {"value": value, "low": low, "high": high, "met": met}
             )
     return found
@@ -225,61 +364,109 @@ def table(report: dict[str, Any]) -> str:
         )
     lines += ["", *(f"{line}\n" for line in report["left_out"])]
     for result in report["results"]:
-        arms, lengths = result["arms"], [n for _, n in result["shapes"]]
+        lengths = [n for _, n in result["shapes"]]
         lines += [
-            f"**{result['setting']}** (padded to {min(lengths):,}-{max(lengths):,}, median {median(lengths):,.0f}; "
-            f"matmul rate {median(result['matmul_rate']) / 1e9:.0f} GFLOP/s; {len(lengths)} rounds)",
+            f"**{result['setting']}** (batches of {result['batch_size']}, padded to {min(lengths):,}-{max(lengths):,}, "
+            f"median {median(lengths):,.0f}; matmul rate {median(result['matmul_rate']) / 1e9:.0f} GFLOP/s; "
+            f"rounds: {len(lengths)})",
             "",
-            "| model | ms (range) | times identity (range) | of matmul rate |",
-            "| --- | --: | --: | --: |",
+            f"| model | ms (range) | {' | '.join(f'time / {to} (range)' for to in BASELINES)} "
+            "| peak MiB | memory / transformer | of matmul rate |",
+            "| --- | --: | --: | --: | --: | --: | --: | --: |",
         ]
-        for name, arm in arms.items():
-            ms = [1e3 * s for s in arm["seconds"]]
+        for name, arm in result["arms"].items():
             each = zip(arm["flop"], arm["seconds"], result["matmul_rate"], strict=True)
             share = median(f / s / rate for f, s, rate in each)
-            value, low, high = ratios(result, name, "identity")
+            memory = "-"
+            if "transformer" in result["arms"]:
+                memory = f"{arm['peak_bytes'] / result['arms']['transformer']['peak_bytes']:.3g}"
             lines.append(
-                f"| {name} | {median(ms):.0f} ({min(ms):.0f}-{max(ms):.0f}) | {value:.3g} ({low:.3g}-{high:.3g}) "
-                f"| {share:.0%} |"
+                f"| {name} | {milliseconds(arm)} | {' | '.join(times(result, name, to) for to in BASELINES)} "
+                f"| {arm['peak_bytes'] / 2**20:,.0f} | {memory} | {share:.0%} |"
             )
         lines.append("")
+    lengths = report["lengths"]
+    if lengths["results"]:
+        names = list(dict.fromkeys(name for result in lengths["results"] for name in result["arms"]))
+        pairs = [(told["model"], told["baseline"]) for told in lengths["break_even"]]
+        lines += [
+            f"**lengths** ({lengths['tokens']:,} tokens a batch, Text's encoder; ms and ratios of time, with ranges)",
+            "",
+            f"| n | {' | '.join(names)} | {' | '.join(f'{name} / {to}' for name, to in pairs)} |",
+            f"| --: |{' --: |' * (len(names) + len(pairs))}",
+        ]
+        for result in lengths["results"]:
+            cells = [milliseconds(result["arms"][name]) if name in result["arms"] else "-" for name in names]
+            cells += [times(result, name, to) for name, to in pairs]
+            lines.append(f"| {result['n']:,} | {' | '.join(cells)} |")
+        lines += ["", *(f"- {told['says']}" for told in lengths["break_even"]), ""]
     return "\n".join(lines)
+
+
+def milliseconds(arm: dict[str, Any]) -> str:
+    ms = [1e3 * s for s in arm["seconds"]]
+    return f"{median(ms):.0f} ({min(ms):.0f}-{max(ms):.0f})"
+
+
+def times(result: dict[str, Any], name: str, to: str) -> str:
+    """The ratio with its range; a dash where one of the two is not there."""
+    if not {name, to} <= result["arms"].keys():
+        return "-"
+    return "{:.3g} ({:.3g}-{:.3g})".format(*ratios(result, name, to))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--imdb", help="aclImdb_v1.tar.gz, for Text")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--no-full", action="store_true", help="leave 16 x 4,096 out")
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}, {FULL_ROUNDS} at full length")
+    every = [*SETTINGS, "lengths"]
+    parser.add_argument("--settings", nargs="+", choices=every, default=every)
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "bench")
     options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: at least 1 is needed")
     device = devices.choose(options.device)
     devices.prepare(device, 1)
-    left_out, results = [], []
+    left_out = [f"{name} is left out: --settings does not name it." for name in every if name not in options.settings]
+    results = []
+    lengths: dict[str, Any] = {"tokens": TOKENS, "results": [], "break_even": []}
     with tempfile.TemporaryDirectory() as folder:
-        origins: dict[str, str | None] = {"listops": None, "text": options.imdb}
-        for name, origin in origins.items():
-            if name == "text" and not origin:
-                left_out.append("Text is left out: it needs --imdb (make bench-models IMDB=path).")
+        for setting, names in SETTINGS.items():
+            if setting not in options.settings:
                 continue
-            with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-                config = compose("train", [f"task={name}", "protocol=paper", "model=macformer_exp"])
-            config.task.data.examples = EXAMPLES
-            task = configs.build(config, "task.data", folder=folder, origin=origin)
-            batch = config.task.batch_size
-            setting = f"{name}, batch {batch}, real lengths"
-            results.append(race(setting, task.spec, STEPS, real(task, batch, device), options.rounds, device))
-    if not options.no_full:
-        setting, spec = f"{FULL[0]} x {FULL[1]:,}", TaskSpec(BYTES, FULL[1], classes=2, paired=False)
-        rounds = min(options.rounds, SLOW_ROUNDS)
-        results.append(race(setting, spec, (*STEPS, "transformer_sdpa"), full(device), rounds, device))
+            if setting == "text-real" and not options.imdb:
+                left_out.append("text-real is left out: it needs --imdb (make bench IMDB=path).")
+                continue
+            name, _, kind = setting.partition("-")
+            config = composed(f"task={name}")
+            batch_size, spec = config.task.batch_size, TASKS[name].spec(config.task.data.length)
+            if kind == "real":
+                config.task.data.examples = EXAMPLES
+                origin = options.imdb if name == "text" else None
+                try:
+                    task = configs.build(config, "task.data", folder=folder, origin=origin)
+                except DataError as error:
+                    sys.exit(f"error: {error}")
+                batches = real(task, batch_size, device)
+            else:
+                batches = full(spec, batch_size, spec.length, device)
+            rounds = options.rounds or (ROUNDS if kind == "real" else FULL_ROUNDS)
+            result, out = race(setting, spec, names, next(batches), batches, rounds, device)
+            trim = kind == "real"
+            shape = {"task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": batch_size}
+            results.append({"setting": result.pop("setting"), **shape, **result})
+            left_out += out
+    if "lengths" in options.settings:
+        lengths, out = over_lengths(options.rounds or ROUNDS, device)
+        left_out += out
     report = {
         "code": records.code().model_dump(),
         "environment": records.environment(device.type, devices.describe(device), 1).model_dump(),
         "left_out": left_out,
-        "results": results,
         "claims": claims(results),
+        "results": results,
+        "lengths": lengths,
     }
     records.write_text(options.output / "models.json", json.dumps(report, indent=1) + "\n")
     records.write_text(options.output / "models.md", table(report))
