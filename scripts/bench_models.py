@@ -60,17 +60,18 @@ TRUNKS = ("plain", "identity", "identity, ppSBN")
 BASELINES = ("transformer", "transformer_checkpointed", "transformer_sdpa")
 LINEAR = ("rfa", "macformer_exp")
 MODELS = (*BASELINES, *LINEAR, "macformer_inv", "macformer_trigh", "macformer_log", "macformer_sqrt")
-SETTINGS = {
-    "listops-real": (*TRUNKS, *BASELINES, *LINEAR),
+SETTINGS = {  # the one that can lack its data comes first
     "text-real": (*TRUNKS, *BASELINES, *LINEAR),
+    "listops-real": (*TRUNKS, *BASELINES, *LINEAR),
     "listops-full": MODELS,
     "text-full": (*TRUNKS, *MODELS),
     "retrieval-full": MODELS,
 }
 TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 ROOM = 0.9  # share of the free memory that a step may need
-SPREAD = 4
+SPREAD = 4  # resident bytes to live ones, at most (docs/log.md)
 Batch = tuple[Tensor, Tensor]
+Raced = tuple[dict[str, Any], list[str]]  # what was measured, and one sentence for each model that is left out
 
 
 class Identity(nn.Module):
@@ -160,7 +161,7 @@ def flop(name: str, trained: nn.Module, ids: Tensor) -> int:
     sizes = configs.container(composed("model=macformer_exp"))["model"]
     width, heads, joined = sizes["width"], sizes["heads"], sizes["heads"] * sizes["head_dim"]
     linear = 3 * (4 * width * joined + 2 * width * sizes["feedforward"])
-    if name in ("plain", "identity", "identity, ppSBN"):
+    if name in TRUNKS:
         linear -= 4 * width * joined
     attentions = (m for m in trained.modules() if isinstance(m, RMFAttention | RFAttention | SoftmaxAttention))
     tokens, n = ids.numel(), ids.shape[-1]
@@ -200,7 +201,7 @@ def race(
     batches: Iterator[Batch],
     rounds: int,
     device: torch.device,
-) -> tuple[dict[str, Any], list[str]]:
+) -> Raced:
     """Seconds and FLOP of each model and the matmul rate in each round, peak bytes on the longest batch; who is out."""
     devices.keep_freed(False)
     free = devices.free_bytes(device)
@@ -223,9 +224,8 @@ def race(
     rates, shapes, order = [], [], random.Random(0)
     start = devices.now(device)
     for number in range(rounds + 1):
-        left = (devices.now(device) - start) / number * (rounds + 1 - number) if number else math.nan
-        told = f", {duration(left)} left of it" if number else ""
-        print(f"{setting}: round {number} of {rounds}{told}", file=sys.stderr)
+        left = f", {duration((devices.now(device) - start) / number * (rounds + 1 - number))} left" if number else ""
+        print(f"{setting}: round {number} of {rounds}{left}", file=sys.stderr)
         ids, labels = next(batches)
         shapes.append([len(ids), ids.shape[-1]])
         share = (ids.shape[-1] / longest[0].shape[-1]) ** 2  # what is large is the n x n weights
@@ -244,7 +244,6 @@ def race(
             square @ square
         rates.append(4 * 2 * 1024**3 / (devices.now(device) - begin))
     return {
-        "setting": setting,
         "shapes": shapes[1:],
         "matmul_rate": rates[1:],
         "arms": {
@@ -254,7 +253,7 @@ def race(
 
 
 def real(task: Task, batch_size: int, device: torch.device) -> Iterator[Batch]:
-    """The longest batch, as the trainer measures memory on; then batches as it makes them with pad=trim, bucket=true."""
+    """The longest batch, for memory; then batches as the trainer makes them with pad=trim, bucket=true."""
     order, train = task.order(batch_size, seed=0, bucket=True), task.splits["train"]
     longest = np.resize(np.argsort(-train.lengths, kind="stable"), batch_size)
     chosen = itertools.chain([longest], (order.indices(step) for step in itertools.count()))
@@ -269,8 +268,8 @@ def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Itera
         yield torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
 
 
-def over_lengths(rounds: int, device: torch.device) -> tuple[dict[str, Any], list[str]]:
-    """Softmax and linear attention at every length, with as many tokens a batch: seconds, and the break-even lengths."""
+def over_lengths(rounds: int, device: torch.device) -> Raced:
+    """Seconds at every length, with as many tokens a batch, and the break-even lengths."""
     spec = text.spec(composed("task=text").task.data.length)
     names, results, left_out = ("transformer", "transformer_sdpa", *LINEAR), [], []
     for n in LENGTHS:
@@ -319,6 +318,23 @@ def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             | {"says": f"{says} (single rounds: {spread})."}
         )
     return found
+
+
+def run(setting: str, folder: str, imdb: str | None, rounds: int | None, device: torch.device) -> Raced:
+    """One setting of SETTINGS, its sizes those of the task's YAML."""
+    name, _, kind = setting.partition("-")
+    config = composed(f"task={name}")
+    batch_size, spec, trim = config.task.batch_size, TASKS[name].spec(config.task.data.length), kind == "real"
+    if trim:
+        config.task.data.examples = EXAMPLES
+        task = configs.build(config, "task.data", folder=folder, origin=imdb if name == "text" else None)
+        batches = real(task, batch_size, device)
+    else:
+        batches = full(spec, batch_size, spec.length, device)
+    rounds = rounds or (ROUNDS if trim else FULL_ROUNDS)
+    result, left_out = race(setting, spec, SETTINGS[setting], next(batches), batches, rounds, device)
+    shape = {"task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": batch_size}
+    return {"setting": setting, **shape, **result}, left_out
 
 
 def ratio_of_rounds(result: dict[str, Any], name: str, to: str) -> list[float]:
@@ -432,30 +448,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = []
     lengths: dict[str, Any] = {"tokens": TOKENS, "results": [], "break_even": []}
     with tempfile.TemporaryDirectory() as folder:
-        for setting, names in SETTINGS.items():
-            if setting not in options.settings:
-                continue
+        for setting in (setting for setting in SETTINGS if setting in options.settings):
             if setting == "text-real" and not options.imdb:
                 left_out.append("text-real is left out: it needs --imdb (make bench IMDB=path).")
                 continue
-            name, _, kind = setting.partition("-")
-            config = composed(f"task={name}")
-            batch_size, spec = config.task.batch_size, TASKS[name].spec(config.task.data.length)
-            if kind == "real":
-                config.task.data.examples = EXAMPLES
-                origin = options.imdb if name == "text" else None
-                try:
-                    task = configs.build(config, "task.data", folder=folder, origin=origin)
-                except DataError as error:
-                    sys.exit(f"error: {error}")
-                batches = real(task, batch_size, device)
-            else:
-                batches = full(spec, batch_size, spec.length, device)
-            rounds = options.rounds or (ROUNDS if kind == "real" else FULL_ROUNDS)
-            result, out = race(setting, spec, names, next(batches), batches, rounds, device)
-            trim = kind == "real"
-            shape = {"task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": batch_size}
-            results.append({"setting": result.pop("setting"), **shape, **result})
+            try:
+                result, out = run(setting, folder, options.imdb, options.rounds, device)
+            except DataError as error:
+                sys.exit(f"error: {error}")
+            results.append(result)
             left_out += out
     if "lengths" in options.settings:
         lengths, out = over_lengths(options.rounds or ROUNDS, device)
