@@ -13,11 +13,11 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from macformer.progress import duration, mebibytes
 
@@ -73,6 +73,19 @@ class Quality(Part):
     dev_subset: str  # which ones: a hash of their indices
     last_dev_accuracy: float
     last_test_accuracy: float
+
+    @model_validator(mode="after")
+    def _bits_are_the_accuracy(self) -> Self:
+        if abs(self.outcomes().mean() - self.test_accuracy) > 1e-6:
+            raise ValueError("its test outcomes do not have its test accuracy")
+        return self
+
+    def outcomes(self) -> NDArray[np.bool_]:
+        """Of each test example, in file order."""
+        packed = np.frombuffer(base64.b64decode(self.correct, validate=True), np.uint8)
+        if not 0 < self.test_examples <= 8 * len(packed) < self.test_examples + 8:
+            raise ValueError(f"{8 * len(packed)} test outcomes for {self.test_examples} examples")
+        return np.unpackbits(packed, count=self.test_examples).astype(bool)
 
 
 class Time(Part):
@@ -155,11 +168,17 @@ def path(results: str | Path, config: dict[str, Any], run: str) -> Path:
 
 def read(file: Path) -> Record:
     """A record, or ValueError with one sentence on what is wrong with the file."""
+    text = file.read_bytes()
     try:
-        return Record.model_validate_json(file.read_bytes())
-    except ValueError as error:  # pydantic's errors are ValueErrors
-        first = str(error).splitlines()
-        raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {' '.join(first[1:3])}") from None
+        version = json.loads(text)["schema_version"]
+        if version == SCHEMA:
+            return Record.model_validate_json(text)
+    except (KeyError, TypeError):
+        raise ValueError(f"{file} is not a run record: it has no schema_version") from None
+    except ValueError as error:  # of json and of pydantic
+        said = " ".join(str(error).splitlines()[1:3] or [str(error)])
+        raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {said}") from None
+    raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew")
 
 
 def finished(file: Path) -> Record | None:
@@ -252,10 +271,6 @@ def write_text(file: Path, text: str) -> None:
 
 def pack_bits(correct: NDArray[np.bool_]) -> str:
     return base64.b64encode(np.packbits(correct).tobytes()).decode()
-
-
-def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
 
 
 def code() -> Code:

@@ -5,7 +5,10 @@ import sys
 from pathlib import Path
 
 from macformer import record as records
-from macformer.report import table
+from macformer.report import cells, table
+
+README = cells.ROOT / "README.md"
+BEGIN, END = "<!-- written by `make table` -->", "<!-- until here -->"
 
 
 def main() -> None:
@@ -14,11 +17,17 @@ def main() -> None:
     folder = parser.parse_args().folder
     if not folder.is_dir():
         sys.exit(f"error: {folder} is not there: give the folder that has runs/ in it")
-    text = table.render(*table.load(folder))
-    file = folder / "tables" / "table2.md"
-    records.write_text(file, text)
-    print(text)
-    print(f"written to {file}; after more runs: python scripts/table.py {folder}")
+    found, problems = cells.load(folder)
+    texts = table.formats(found, problems, cells.floors(), cells.bench())
+    for ending, text in texts.items():
+        records.write_text(folder / "tables" / f"table2.{ending}", text)
+    if folder.resolve() == cells.ROOT / "results":  # the README shows this very table
+        before, begin, rest = README.read_text().partition(BEGIN)
+        records.write_text(README, f"{before}{begin}\n\n{texts['md']}\n{END}{rest.partition(END)[2]}")
+    print(texts["md"])
+    print(
+        f"written to {folder}/tables: table2.{{{','.join(texts)}}}; after more runs: python scripts/table.py {folder}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,250 +1,325 @@
-"""Run records -> the paper's Table 2: time and memory relative to the Transformer, accuracy, beside the paper's.
-
-Records are only put into one table if they ran under the same conditions. What differs from the paper's protocol
-(that is, from `python train.py model=M task=T` as the YAML files stand) is in the table's title; a model with a
-changed key is a row of its own.
-"""
+"""Table 2 as Markdown, LaTeX, CSV and JSON: ours beside the paper's, and in two sentences what it supports."""
 
 import json
-import math
-import shlex
+import re
 import textwrap
-from collections import defaultdict
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 import pandas as pd
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException
-from omegaconf import OmegaConf
 
-from macformer import record as records
+from macformer.progress import duration, mebibytes
 from macformer.record import Record
+from macformer.report import cells
+from macformer.report.cells import BASELINE, Cell, Column, Measure, Race, Table
+from macformer.report.statistics import LEVEL, TWINS, Comparison
 
-ROOT = Path(__file__).parent.parent.parent
-PAPER = json.loads((ROOT / "results" / "paper.json").read_text())
 MEASURES = ("time", "memory", "accuracy")
-BASELINE = "transformer"
-# Device, threads and precision stand in the environment.
-NOT_CONDITIONS = ("name", "seed", "device", "threads", "precision", *records.NOT_IN_RUN_ID)
+DAGGER = "†"
+TEX = {ord(character): f"\\{character}" for character in "&%#_{}$"}
+TEX |= {ord("\\"): r"\textbackslash{}", ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}"}
+TEX |= {ord("±"): r"$\pm$", ord(DAGGER): r"\dag{}", ord("`"): "'", ord("<"): "$<$", ord(">"): "$>$"}
+LEGEND = (
+    "Time and memory are means over the seeds, relative to the Transformer's; accuracy is in percent, ± its standard "
+    "deviation over n seeds. Beside each stands the paper's value and the gap, ours minus the paper's. **Bold** "
+    "(*italic*) is better (worse) than the Transformer: Holm-corrected p below 0.05 by a bootstrap over test examples "
+    f"and seeds, by more than the noise floor, with two seeds or more. {DAGGER}: not above the best floor, the "
+    "interval considered. Floors are what cheap predictors reach; the paper's values are held to those of its protocol."
+)
 
 
-def load(results: Path) -> tuple[list[Record], list[str]]:
-    """All records below results/runs, and one sentence for each file that is none."""
-    found, problems = [], []
-    for file in sorted((results / "runs").rglob("*.json")):
-        try:
-            found.append(records.read(file))
-        except ValueError as error:
-            problems.append(str(error))
-    return found, problems
+def formats(
+    found: list[Record], problems: list[str], floors: list[dict[str, Any]], bench: dict[str, Any] | None
+) -> dict[str, str]:
+    """The text of each file, by its ending."""
+    tables = cells.tables(found, floors, bench)
+    return {
+        "md": markdown(tables, found, problems),
+        "tex": latex(tables),
+        "csv": csv(tables),
+        "json": to_json(tables, found, problems),
+    }
 
 
-def render(found: list[Record], problems: list[str]) -> str:
-    """The tables as Markdown; with no record at all, the paper's with a dash in each cell of ours."""
-    finished = [record for record in found if record.status == "ok"]
-    parts = [_render(table) for table in _tables(finished)] or [_render(Table(columns={}))]
-    failed = [f"{r.run_id} ended as {r.status}: {r.message}" for r in found if r.status != "ok"]
-    for heading, lines in (("Failed runs", failed), ("Files left out", problems)):
+def markdown(tables: list[Table], found: list[Record], problems: list[str]) -> str:
+    """All of them, then the runs that failed and the files that are no records."""
+    parts = ["\n".join([*_title(table), "", *_body(table)]) for table in tables]
+    failed = [f"{run.run_id} ended as {run.status}: {run.message}" for run in found if run.status != "ok"]
+    for heading, lines in (("Failed runs", sorted(failed)), ("Files left out", problems)):
         if lines:
             parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, LEGEND]) + "\n"
 
 
-@dataclass
-class Run:
-    """A record, and how its conditions differ from the paper's protocol."""
-
-    record: Record
-    row: str  # the model's name, with its changed keys
-    shared: tuple[str, ...]  # conditions that hold for all tasks of a table
-    own: tuple[str, ...]  # those of its task
-
-
-@dataclass
-class Table:
-    columns: dict[str, list[Run]]  # by task
+def title(table: Table) -> str:
+    """All that sets this table apart."""
+    if not table.machine:
+        return "Table 2, the paper's protocol: no runs yet"
+    data = [f"{c.task} {c.runs[0].data.source} {c.runs[0].data.fingerprint[:8]}" for c in table.columns if c.runs]
+    if not table.conditions:
+        return f"Table 2, the paper's protocol, on {table.machine}; data: {', '.join(data)}"
+    conditions = "; ".join(table.conditions)
+    return f"Table 2 on {table.machine}, NOT the paper's protocol: {conditions}; data: {', '.join(data)}"
 
 
-def _tables(found: list[Record]) -> list[Table]:
-    """The paper's protocol first. One table for each set of shared conditions, and for each setting of a task."""
-    papers: dict[tuple[str, str], Paper] = {}
-    groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for record in found:
-        cell = record.model, record.task
-        papers[cell] = papers.get(cell) or _paper(*cell)
-        run = _place(record, papers[cell])
-        environment = record.environment
-        machine = environment.device_name, environment.threads, environment.precision, environment.torch
-        groups[run.shared, machine][record.task][run.own, record.data.fingerprint].append(run)
-    tables = []
-    for _, by_task in sorted(groups.items()):
-        together: dict[str, list[Run]] = {}  # tasks as the paper has them stand side by side
-        apart = []
-        for task, settings in sorted(by_task.items()):
-            for (own, _), runs in sorted(settings.items(), key=lambda item: item[0]):
-                if own or task in together:
-                    apart.append(Table({task: runs}))
-                else:
-                    together[task] = runs
-        if together:
-            tables.append(Table(together))
-        tables += apart
-    return tables
-
-
-@dataclass
-class Paper:
-    """`python train.py model=M task=T` as the YAML files stand: the paper's protocol, keys joined by dots."""
-
-    values: dict[str, Any]
-    follows: dict[str, str]  # keys that take the value of another one
-
-
-def _paper(model: str, task: str) -> Paper:
-    """Empty for a model or task that has no YAML any more."""
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            config = compose("train", [f"model={model}", f"task={task}"])
-    except MissingConfigException:
-        return Paper({}, {})
-    raw = records.flat(OmegaConf.to_container(config))
-    follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
-    return Paper(records.flat(OmegaConf.to_container(config, resolve=True)), follows)
-
-
-def _place(record: Record, paper: Paper) -> Run:
-    """Sort a run's differences into row, shared and own conditions."""
-    actual = records.flat(record.config)
-    row, shared, own = [], [], []
-    if record.data.source == "stand-in":
-        own.append(f"{record.task} on STAND-IN data, not LRA's")
-    for key in sorted(actual.keys() | paper.values.keys()):
-        group, _, name = key.partition(".")
-        value, original = actual.get(key), paper.values.get(key)
-        if value == original or group in NOT_CONDITIONS or name in NOT_CONDITIONS:
-            continue
-        if key in paper.follows and value == actual.get(paper.follows[key]):
-            continue  # said where it comes from
-        if group == "protocol" and key not in paper.follows.values():
-            continue  # of another task
-        change = f"{name or group} = {value}"
-        if not paper.follows.get(key, "").startswith("task."):  # else the paper's value depends on the task
-            change += f" (paper: {original})"
-        if group == "model":
-            row.append(f"{name}={value}")
-        elif group == "task":
-            own.append(f"{record.task} {change}")
-        else:
-            shared.append(f"{group} {change}" if name else change)
-    label = record.model + (f" ({', '.join(row)})" if row else "")
-    return Run(record, label, tuple(shared), tuple(own))
-
-
-def _render(table: Table) -> str:
-    runs = [run for column in table.columns.values() for run in column]
-    conditions = list(dict.fromkeys(c for run in runs for c in (*run.own, *run.shared)))
-    tasks = list(table.columns) if conditions else list(PAPER["accuracy"])
-    rows = list(PAPER["accuracy"]["text"])
-    rows += sorted({run.row for run in runs} - set(rows))
-    cells = pd.DataFrame("-", index=pd.Index(rows, name="model"), columns=pd.Index([], dtype=str), dtype=object)
-    notes, fill = [], []
-    for task in tasks:
-        ours = _means(table.columns.get(task, []))
-        for measure in MEASURES:
-            paper = PAPER[measure].get(task, {})
-            cells[f"{task} {measure}"] = [_cell(ours.get(row), paper.get(row), measure) for row in rows]
-        notes += _notes(task, table.columns.get(task, []))
-        missing = [row for row in PAPER["accuracy"]["text"] if row not in ours]
-        fill += _fill(task, table.columns.get(task, []), missing)
-    lines = [*_title(runs, conditions), "", cells.to_markdown(colalign=["left"] + ["right"] * cells.shape[1])]
-    lines += ["", "Time and memory are relative to the Transformer, accuracy is in percent; [the paper's value].", ""]
-    lines += notes
-    if conditions:
-        models = ",".join(dict.fromkeys(run.record.model for run in runs))
+def notes(table: Table) -> list[str]:
+    """What one must know to read the table, a line each."""
+    lines = [line for column in table.columns for line in _notes(column)]
+    if table.race_machine:
         lines.append(
-            "- **This is a shortened or changed protocol, not the paper's.** The full one (11,000 steps): "
-            f"`python train.py -m model={models} task={','.join(tasks)}`."
+            f"raced: training steps of all models in turn on the same batches in one process, on {table.race_machine}; "
+            "median (range) of the rounds (`make bench`, results/bench/models.md)."
         )
-    return "\n".join(lines + fill)
+    if table.conditions:
+        lines.append(
+            "**This is a shortened or changed protocol, not the paper's.** The full one (11,000 steps): "
+            f"`{table.full_command}`."
+        )
+    lines += [f"to fill the empty cells of {c.task}: `{c.fill}`" for c in table.columns if c.fill]
+    return lines
 
 
-def _means(runs: list[Run]) -> dict[str, dict[str, float]]:
-    """Mean time, memory and accuracy a row, the spread of accuracy and the number of seeds."""
-    frame = pd.DataFrame(
-        [
-            {
-                "row": run.row,
-                "seed": run.record.seed,
-                "time": run.record.time.train_seconds,
-                "memory": run.record.memory.peak_bytes,
-                "accuracy": 100 * run.record.quality.test_accuracy,
-            }
-            for run in runs
-            if run.record.time and run.record.memory and run.record.quality
-        ],
-        columns=["row", "seed", *MEASURES],
-    )
-    # Two records of one seed (they differ in a key that this task does not read) count as one.
-    grouped = frame.groupby(["row", "seed"]).mean().groupby("row")
-    means = grouped.mean()
-    for measure in ("time", "memory"):
-        means[measure] /= means[measure].get(BASELINE, float("nan"))
-    means = means.assign(spread=grouped["accuracy"].std(), seeds=grouped.size())
-    return {str(row): {str(key): float(value) for key, value in mean.items()} for row, mean in means.iterrows()}
-
-
-def _cell(ours: dict[str, float] | None, paper: float | None, measure: str) -> str:
-    """Ours, or a dash, and the paper's."""
-    digits = 2 if measure == "accuracy" else 3
-    text = f"{ours[measure]:.{digits}f}" if ours and not math.isnan(ours[measure]) else "-"
-    if ours and measure == "accuracy" and ours["seeds"] > 1:
-        text += f" ± {ours['spread']:.2f} (n={ours['seeds']:.0f})"
-    return text if paper is None else f"{text} [{paper:.{digits}f}]"
-
-
-def _title(runs: list[Run], conditions: list[str]) -> list[str]:
-    """One paragraph, wrapped for the screen: all that sets this table apart."""
-    if not runs:
-        return ["**Table 2, the paper's protocol: no runs yet**"]
-    environment = runs[0].record.environment
-    threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
-    machine = f"{environment.device_name} ({threads}, {environment.precision}, torch {environment.torch})"
-    if not conditions:
-        return [f"**Table 2, the paper's protocol, on {machine}**"]
-    title = f"**Table 2 on {machine}, NOT the paper's protocol: {'; '.join(conditions)}**"
-    return textwrap.wrap(title, 110, break_long_words=False, break_on_hyphens=False)
-
-
-def _notes(task: str, runs: list[Run]) -> list[str]:
-    if not runs:
-        return []
-    data = runs[0].record.data
-    sizes = " / ".join(f"{count:,}" for count in data.examples.values())
-    error = 100 * (data.majority * (1 - data.majority) / data.examples["test"]) ** 0.5
-    baseline = [run.record for run in runs if run.row == BASELINE]
-    seconds = [record.time.train_seconds for record in baseline if record.time]
-    peaks = [record.memory.peak_bytes for record in baseline if record.memory]
-    absolute = (
-        f"; the Transformer took {sum(seconds) / len(seconds):.1f} s and {sum(peaks) / len(peaks) / 2**20:.0f} MiB"
-        if seconds and peaks
-        else ""
-    )
+def verdict(table: Table) -> list[str]:
+    """What the table supports, and what it does not: a sentence each."""
+    named = [(column, cell) for column, cell in table.cells if cell.supported and cell.versus]
+    differences = [
+        f"on {column.task} {cell.row} is {'better' if cell.versus.difference > 0 else 'worse'} than the Transformer "
+        f"by {abs(100 * cell.versus.difference):.2f} points "
+        f"({_range(100 * cell.versus.low, 100 * cell.versus.high, '+.2f')})"
+        for column, cell in named
+        if cell.versus
+    ]
     return [
-        f"- {task}: {data.source} data, {sizes} examples; the majority class scores {100 * data.majority:.2f} "
-        f"(standard error {error:.2f}){absolute}."
+        f"**Supported:** {'; '.join(differences) or 'no difference in accuracy from the Transformer'}.",
+        f"**Not supported:** {'; '.join(_unsupported(table))}.",
     ]
 
 
-def _fill(task: str, runs: list[Run], missing: list[str]) -> list[str]:
-    """The command that fills the dashes of a task: that of a run that is there, with the other models."""
-    if not missing:
-        return []
-    kept = [f"task={task}"]
-    if runs:
-        skip = ("model", "task=", "seed=", "force=", "paths.", "logger")
-        kept += [shlex.quote(word) for word in runs[0].record.overrides if not word.startswith(skip)]
-    return [f"- to fill the dashes of {task}: `python train.py -m model={','.join(missing)} {' '.join(kept)}`"]
+def _unsupported(table: Table) -> list[str]:
+    said = []
+    rest = [cell for _, cell in table.cells if cell.versus and not cell.supported]
+    if rest:
+        single = sum(min(len(c.runs), len(column.cells[BASELINE].runs)) < 2 for column, c in table.cells if c in rest)
+        why = f" ({single} with one seed, so that the noise of training is not covered)" if single else ""
+        said.append(f"the difference from the Transformer in {len(rest)} other cell{'s' * (len(rest) > 1)}{why}")
+    for ours, flag in (("our", "beats_floor"), ("the paper's", "paper_beats_floor")):
+        judged = [(column.task, getattr(cell, flag)) for column, cell in table.cells if getattr(cell, flag) is not None]
+        low, of = Counter(task for task, beats in judged if not beats), Counter(task for task, _ in judged)
+        if low:
+            tasks = ", ".join(f"{low[task]} of {of[task]} on {task}" for task in low)
+            said.append(f"that {ours} accuracies marked {DAGGER} take more than a cheap predictor ({tasks})")
+    if not any(cell.versus for _, cell in table.cells):
+        said.insert(0, "any difference of ours, as there are no runs of the Transformer and another model to compare")
+    return said or ["nothing else was compared"]
+
+
+def _body(table: Table) -> list[str]:
+    lines = []
+    for column in table.columns:
+        frame = _frame(column)
+        lines += [frame.to_markdown(colalign=["left"] + ["right"] * frame.shape[1], disable_numparse=True), ""]
+    return [*lines, *verdict(table), "", *(f"- {line}" for line in notes(table))]
+
+
+def _title(table: Table) -> list[str]:
+    """One paragraph, wrapped for the screen."""
+    return textwrap.wrap(f"**{title(table)}**", 110, break_long_words=False, break_on_hyphens=False)
+
+
+def _frame(column: Column) -> pd.DataFrame:
+    """A task as text: a row for each model and each floor."""
+    raced = any(cell.race for cell in column.cells.values())
+    rows = {}
+    for row, cell in column.cells.items():
+        shown: dict[str, str] = {}
+        for measure in ("time", "memory"):
+            shown[measure] = _relative(getattr(cell, measure))
+            shown[f"paper (gap){' ' * (measure == 'memory')}"] = _paper(cell, measure)
+            if raced:
+                shown[f"{measure}, raced"] = _raced(cell, measure)
+        shown["accuracy"] = _accuracy(cell)
+        shown["95% interval"] = _range(100 * cell.low, 100 * cell.high) if cell.low is not None and cell.high else "-"
+        shown["paper (gap)  "] = _paper(cell, "accuracy")
+        versus = cell.versus
+        shown["minus transformer (95%)"] = (
+            f"{100 * versus.difference:+.2f} ({_range(100 * versus.low, 100 * versus.high, '+.2f')})" if versus else "-"
+        )
+        shown["p, Holm"] = "-" if cell.p_holm is None else f"{cell.p_holm:.4f}"
+        rows[row] = shown
+    for name, accuracy in column.floors.items():
+        rows[f"floor: {name}"] = {"accuracy": f"{100 * accuracy:.2f}"}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(column.task).fillna("")
+
+
+def _relative(measure: Measure | None) -> str:
+    if not measure:
+        return "-"
+    return f"{measure.value:.3f}" + (f" ± {measure.spread:.3f}" if measure.spread is not None else "")
+
+
+def _raced(cell: Cell, measure: str) -> str:
+    if not cell.race:
+        return "-"
+    if measure == "memory":
+        return f"{cell.race.memory:.3f}"
+    return f"{cell.race.time:.3f} ({_range(cell.race.low, cell.race.high, '.3f')})"
+
+
+def _accuracy(cell: Cell) -> str:
+    if not cell.accuracy:
+        return "-"
+    text = f"{100 * cell.accuracy.value:.2f}"
+    if cell.accuracy.spread is not None:
+        text += f" ± {100 * cell.accuracy.spread:.2f}"
+    text += f" (n={cell.accuracy.seeds})"
+    if cell.supported and cell.versus:
+        mark = "**" if cell.versus.difference > 0 else "*"
+        text = f"{mark}{text}{mark}"
+    return text if cell.beats_floor else f"{text} {DAGGER}"
+
+
+def _paper(cell: Cell, measure: str) -> str:
+    """The paper's value, and the gap if there is one of ours."""
+    if measure not in cell.paper:
+        return "-"
+    scale, digits = (100, 2) if measure == "accuracy" else (1, 3)
+    text = f"{scale * cell.paper[measure]:.{digits}f}"
+    if measure == "accuracy" and cell.paper_beats_floor is False:
+        text += f" {DAGGER}"
+    gap = cell.gap(measure)
+    return text if gap is None else f"{text} ({scale * gap:+.{digits}f})"
+
+
+def _range(low: float, high: float, digits: str = ".2f") -> str:
+    return f"{low:{digits}} to {high:{digits}}"
+
+
+def _notes(column: Column) -> list[str]:
+    lines = []
+    if column.runs:
+        runs = column.runs
+        data = runs[0].data
+        sizes = " / ".join(f"{count:,}" for count in data.examples.values())
+        absolute, baseline = "", column.cells[BASELINE]
+        if baseline.seconds and baseline.peak_bytes:
+            absolute = f"; the Transformer took {duration(baseline.seconds)} and {mebibytes(int(baseline.peak_bytes))}"
+        lines.append(f"{column.task}: {data.source} data, {sizes} examples{absolute}.")
+        again = sum(len(run.sessions) > 1 for run in runs)
+        if again:
+            lines.append(f"{column.task}: {again} of {len(runs)} runs were stopped and taken up again.")
+        commits = sorted({f"{str(run.code.commit)[:8]}{' with changes' if run.code.dirty else ''}" for run in runs})
+        if len(commits) > 1:
+            lines.append(f"{column.task}: the runs are of several commits: {', '.join(commits)}.")
+        if any(len(cell.runs) == 1 for cell in column.cells.values()):
+            lines.append(f"{column.task}: with one seed, interval and p cover the test set, not the noise of training.")
+        lines += _noise(column)
+    if column.floors:
+        lines.append(f"{column.task}: the floors were measured on {column.floors_of}.")
+    return lines
+
+
+def _noise(column: Column) -> list[str]:
+    """The A/A pair, and what two runs of one model differ by."""
+    lines, noise = [], column.noise
+    if not noise:
+        lines.append(f"{column.task}: no model has two seeds: the noise of training is not known.")
+    else:
+        twins = (
+            f"{TWINS[0]} at one seed minus {TWINS[1]} at another, which is the same model: {100 * noise.twins:.2f}, at "
+            f"most {100 * (noise.largest or 0):.2f}, in {noise.pairs} pairs"
+            if noise.twins is not None
+            else f"no pair of {TWINS[0]} and {TWINS[1]} at different seeds"
+        )
+        lines.append(
+            f"{column.task}: the noise floor is {100 * noise.floor:.2f} points, the root mean square difference of two "
+            f"runs of one model (all models pooled: {100 * noise.pooled:.2f}, {noise.degrees} degrees of freedom; "
+            f"{twins})."
+        )
+    if column.twins_differ:
+        lines.append(
+            f"{column.task}: WARNING: {TWINS[0]} and {TWINS[1]} are the same model, but have other outcomes at seed "
+            f"{', '.join(map(str, column.twins_differ))}: another commit, or arithmetic that is not deterministic."
+        )
+    return lines
+
+
+def latex(tables: list[Table]) -> str:
+    """One table environment each, for booktabs: the tasks one below the other, as in Markdown, with fewer columns."""
+    return "\n".join("\n".join(_latex(table)) for table in tables)
+
+
+def _latex(table: Table) -> list[str]:
+    lines = [
+        "% made by `make table`; needs \\usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering\scriptsize\setlength{\tabcolsep}{3pt}",
+    ]
+    for number, column in enumerate(table.columns):
+        frame = _frame(column)
+        frame = frame[[name for name in frame if not re.match("minus|.+raced", str(name))]]
+        if not number:
+            lines += [rf"\begin{{tabular}}{{l{'r' * frame.shape[1]}}}", r"\toprule"]
+        else:
+            lines.append(r"\midrule")
+        lines.append(" & ".join(map(tex, [column.task, *frame])) + r" \\ \midrule")
+        lines += [" & ".join(map(tex, [row, *values])) + r" \\" for row, *values in frame.itertuples(name=None)]
+    caption = " ".join([title(table) + ".", *verdict(table), LEGEND])
+    return [*lines, r"\bottomrule", r"\end{tabular}", rf"\caption{{{tex(caption)}}}", r"\end{table}", ""]
+
+
+def tex(text: str) -> str:
+    """Markdown's marks and TeX's own characters, as TeX."""
+    text = text.translate(TEX)
+    for mark, command in (("**", "textbf"), ("*", "textit")):
+        parts = text.split(mark)
+        if len(parts) % 2 == 0:
+            continue
+        text = "".join(part if i % 2 == 0 else f"\\{command}{{{part}}}" for i, part in enumerate(parts))
+    return text
+
+
+def csv(tables: list[Table]) -> str:
+    """A line for each cell and each floor, for further use; accuracies as shares."""
+    lines = [line for number, table in enumerate(tables) for line in _lines(number, table)]
+    return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n", float_format="%.6g")
+
+
+def _lines(number: int, table: Table) -> list[dict[str, Any]]:
+    lines = []
+    shared = {"table": number, "machine": table.machine, "conditions": "; ".join(table.conditions)}
+    for column, cell in table.cells:
+        line: dict[str, Any] = shared | {"task": column.task, "row": cell.row, "model": cell.model}
+        line |= {"seeds": " ".join(str(run.seed) for run in cell.runs)}
+        line |= {"train_seconds": cell.seconds, "peak_bytes": cell.peak_bytes}
+        for measure in MEASURES:
+            ours = getattr(cell, measure)
+            line[measure], line[f"{measure}_spread"] = (ours.value, ours.spread) if ours else (None, None)
+            line[f"{measure}_paper"], line[f"{measure}_gap"] = cell.paper.get(measure), cell.gap(measure)
+        line |= {"accuracy_low": cell.low, "accuracy_high": cell.high, "beats_floor": cell.beats_floor}
+        line |= {f"versus_{part.name}": getattr(cell.versus, part.name, None) for part in fields(Comparison)}
+        line |= {"p_holm": cell.p_holm, "supported": cell.supported}
+        line |= {f"raced_{part.name}": getattr(cell.race, part.name, None) for part in fields(Race)}
+        lines.append(line | {"runs": " ".join(run.run_id for run in cell.runs)})
+    for column in table.columns:
+        for name, accuracy in column.floors.items():
+            lines.append(shared | {"task": column.task, "row": f"floor: {name}", "accuracy": accuracy})
+    return lines
+
+
+def to_json(tables: list[Table], found: list[Record], problems: list[str]) -> str:
+    """Everything, with the ids of the runs in place of the runs."""
+
+    def plain(thing: Any) -> Any:
+        if isinstance(thing, Record):
+            return thing.run_id
+        told = (
+            {"title": title(thing), "verdict": verdict(thing), "notes": notes(thing)}
+            if isinstance(thing, Table)
+            else {}
+        )
+        return told | {part.name: getattr(thing, part.name) for part in fields(thing)}
+
+    failed = {run.run_id: f"{run.status}: {run.message}" for run in found if run.status != "ok"}
+    whole = {"level": LEVEL, "tables": tables, "failed": dict(sorted(failed.items())), "left_out": problems}
+    return json.dumps(whole, indent=1, default=plain) + "\n"

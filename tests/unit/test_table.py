@@ -1,112 +1,83 @@
-"""Records to Table 2: what may share a table, ratios, dashes with their command."""
+"""Records to Table 2: what may share a table, ratios, what is bold, floors, empty cells with their command."""
 
+import csv
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig
 
 from macformer import config as configs
 from macformer import record as records
-from macformer.report import table
+from macformer.report import cells, statistics, table
+from scripts.bench_table import made_up
 from tests.conftest import ROOT
+from tests.golden.tables import BENCH, FLOORS
 
 Make = Callable[..., records.Record]
+ACCURACY, INTERVAL, PAPER, VERSUS, P = range(4, 9)  # places in a row without raced columns
 
 
 @pytest.fixture
 def make(composed: Callable[..., DictConfig]) -> Make:
     """make("model=rfa", ..., accuracy=0.4) -> the record that such a run would leave."""
-
-    def record(
-        *overrides: str, seconds: float = 10.0, peak: int = 1000, accuracy: float = 0.37, status: str = "ok"
-    ) -> records.Record:
-        config = configs.container(composed(*overrides))
-        return records.Record(
-            run_id=records.run_id(config, "f"),
-            status=status,  # type: ignore[arg-type]
-            message="" if status == "ok" else "why it failed",
-            task=config["task"]["name"],
-            model=config["model"]["name"],
-            seed=config["seed"],
-            steps_done=1,
-            config=config,
-            overrides=list(overrides),
-            code=records.Code(commit=None, dirty=None),
-            data=records.Data(
-                fingerprint="f",
-                source="generated",
-                examples={"train": 96000, "dev": 2000, "test": 2000},
-                majority=0.17,
-            ),
-            environment=records.Environment(
-                device="cpu", device_name="Test CPU", python="3.11", torch="2", threads=1, precision="float32"
-            ),
-            sessions=[],
-            parameters=1,
-            quality=records.Quality(
-                test_accuracy=accuracy,
-                test_examples=2000,
-                correct="",
-                dev_accuracy=accuracy,
-                dev_step=1,
-                dev_examples=2000,
-                dev_subset="",
-                last_dev_accuracy=accuracy,
-                last_test_accuracy=accuracy,
-            ),
-            time=records.Time(
-                train_seconds=seconds,
-                warmup_seconds=0.0,
-                data_wait_seconds=0.0,
-                evaluation_seconds=0.0,
-                pause_seconds=0.0,
-                step_p10=0.0,
-                step_p50=0.0,
-                step_p90=0.0,
-            ),
-            memory=records.Memory(peak_bytes=peak, method="counted"),
-            history=[],
-        )
-
-    return record
+    return lambda *overrides, **given: made_up(configs.container(composed(*overrides)), overrides, **given)
 
 
-def row(text: str, name: str) -> list[str]:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    (cells,) = (cells[1:] for cells in rows if cells[0] == name)
-    return cells
+def render(found: list[records.Record], floors: Any = (), bench: Any = None, problems: Any = ()) -> str:
+    return table.markdown(cells.tables(found, list(floors), bench), found, list(problems))
 
 
-def test_no_records_is_the_papers_table_with_dashes_and_commands() -> None:
-    text = table.render([], [])
-    assert row(text, "macformer_sqrt")[3:6] == ["- [0.839]", "- [2.564]", "- [38.36]"]
+def row(text: str, name: str, task: str = "listops") -> list[str]:
+    """The cells of a row in the first table of a task."""
+    (block,) = re.findall(rf"^\| {task} .+\n(?:\|.+\n?)+", text, re.MULTILINE)[:1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+    (found,) = (each[1:] for each in rows if each[0] == name)
+    return found
+
+
+def test_no_records_is_the_papers_table_with_empty_cells_and_commands() -> None:
+    text = render([])
+    assert row(text, "macformer_sqrt")[:5] == ["-", "0.839", "-", "2.564", "-"]
+    assert row(text, "macformer_sqrt")[PAPER] == "38.36"
     for task in ("text", "listops", "retrieval"):
         assert "`python train.py -m model=transformer,rfa,macformer_exp,macformer_inv,macformer_trigh," in text
-        assert f"task={task}`" in text
+        assert f"task={task} seed=0,1,2`" in text
 
 
 def test_time_and_memory_are_relative_to_the_transformer(make: Make) -> None:
-    text = table.render([make("model=transformer"), make("model=rfa", seconds=5.0, peak=1500, accuracy=0.4)], [])
-    assert "the paper's protocol, on Test CPU (1 thread, float32, torch 2)" in text
-    assert row(text, "transformer")[3:6] == ["1.000 [1.000]", "1.000 [1.000]", "37.00 [37.30]"]
-    assert row(text, "rfa")[3:6] == ["0.500 [0.836]", "1.500 [1.360]", "40.00 [37.15]"]
-    assert row(text, "rfa")[:3] == ["- [0.783]", "- [1.367]", "- [65.22]"]
+    text = render([make("model=transformer"), make("model=rfa", seconds=5.0, peak=1500, accuracy=0.4)])
+    assert "the paper's protocol, on Test CPU (1 thread, float32, torch 2); data: listops generated f" in text
+    expected = ["1.000", "1.000 (+0.000)", "1.000", "1.000 (+0.000)", "37.00 (n=1)", "34.91 to 39.14", "37.30 (-0.30)"]
+    assert row(text, "transformer") == [*expected, "-", "-"]
+    expected = ["0.500", "0.836 (-0.336)", "1.500", "1.360 (+0.140)", "40.00 (n=1)", "37.87 to 42.16", "37.15 (+2.85)"]
+    assert row(text, "rfa")[:7] == expected
+    assert row(text, "rfa", "text")[:2] == ["-", "0.783"]
     assert "NOT the paper's" not in text
-    assert "the majority class scores 17.00" in text
+    assert "with one seed, interval and p cover the test set, not the noise of training" in text
 
 
 def test_without_the_transformer_there_is_no_ratio(make: Make) -> None:
-    assert row(table.render([make("model=rfa")], []), "rfa")[3:6] == ["- [0.836]", "- [1.360]", "37.00 [37.15]"]
+    found = row(render([make("model=rfa")]), "rfa")
+    assert [found[i] for i in (0, 2, ACCURACY, VERSUS, P)] == ["-", "-", "37.00 (n=1)", "-", "-"]
 
 
-def test_seeds_are_averaged(make: Make) -> None:
-    runs = [make("model=rfa", f"seed={seed}", accuracy=0.3 + 0.1 * seed) for seed in range(3)]
-    assert row(table.render(runs, []), "rfa")[5] == "40.00 ± 10.00 (n=3) [37.15]"
+def test_time_memory_and_accuracy_are_means_over_seeds(make: Make) -> None:
+    runs = [make("model=transformer", f"seed={seed}", seconds=10.0, peak=1000) for seed in range(2)]
+    for seed in range(3):
+        runs.append(
+            make("model=rfa", f"seed={seed}", accuracy=0.3 + 0.1 * seed, seconds=4.0 + seed, peak=500 + 100 * seed)
+        )
+    found = row(render(runs), "rfa")
+    assert found[0] == "0.500 ± 0.100"
+    assert found[2] == "0.600 ± 0.100"
+    assert found[ACCURACY] == "40.00 ± 10.00 (n=3) †"  # such seeds do not show that it beats the majority's 17%
 
 
 @pytest.mark.parametrize(
@@ -116,96 +87,334 @@ def test_seeds_are_averaged(make: Make) -> None:
         ("protocol=clean", "protocol pooling = masked (paper: padded)"),
         ("pad=trim", "pad = trim (paper: full)"),
         ("trainer.batch_size=16", "trainer batch_size = 16"),
+        ("trainer.steps=100", "trainer steps = 100 (paper: 10000)"),
         ("task.learning_rate=1e-3", "listops learning_rate = 0.001 (paper: 0.0001)"),
         ("task.data.max_length=256", "listops data.max_length = 256 (paper: 2000)"),
     ],
 )
 def test_other_conditions_make_another_table_whose_title_says_so(make: Make, change: str, title: str) -> None:
-    text = table.render([make("model=rfa"), make("model=rfa", change, accuracy=0.9)], [])
+    text = render([make("model=rfa"), make("model=rfa", change, accuracy=0.9)])
     paper, other = text.split("\n**Table 2")
-    assert row(paper, "rfa")[5] == "37.00 [37.15]"
+    assert row(paper, "rfa")[ACCURACY] == "37.00 (n=1)"
     heading = other.partition("**")[0].replace("\n", " ")
     assert "NOT the paper's protocol: " in heading
     assert title in heading
     assert heading.count("paper:") <= 4  # each change once, where it comes from
     assert "not the paper's.** The full one" in other
-    assert row(other, "rfa")[2] == "90.00 [37.15]"
+    assert row(other, "rfa")[ACCURACY] == "90.00 (n=1)"
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("environment", {"precision": "float16"}),
+        ("environment", {"device_name": "Another CPU"}),
+        ("environment", {"threads": 2}),
+        ("data", {"fingerprint": "g"}),
+        ("data", {"source": "stand-in"}),
+    ],
+)
+def test_another_machine_precision_or_data_is_another_table(make: Make, part: str, change: dict[str, Any]) -> None:
+    one, two = make("model=rfa"), make("model=rfa", "seed=1", accuracy=0.9)
+    two = two.model_copy(update={part: getattr(two, part).model_copy(update=change)})
+    first, second = render([one, two]).split("\n**Table 2")
+    titles = [text.replace("**Table 2", "").partition("**")[0] for text in (first, second)]
+    assert titles[0] != titles[1]
+    found = {row(text, "rfa")[ACCURACY] for text in (first, second)}
+    assert found == {"37.00 (n=1)", "90.00 (n=1)"}
 
 
 def test_a_changed_model_is_its_own_row(make: Make) -> None:
-    text = table.render([make("model=rfa"), make("model=rfa", "model.attention.features=64", accuracy=0.5)], [])
+    text = render([make("model=rfa"), make("model=rfa", "model.attention.features=64", accuracy=0.5)])
     assert text.count("**Table 2") == 1
-    assert row(text, "rfa")[5] == "37.00 [37.15]"
-    assert row(text, "rfa (attention.features=64)")[5] == "50.00"
+    assert row(text, "rfa")[ACCURACY] == "37.00 (n=1)"
+    assert row(text, "rfa (attention.features=64)")[ACCURACY] == "50.00 (n=1)"
+
+
+def test_a_node_set_to_null_is_a_change(make: Make) -> None:
+    assert row(render([make("model=macformer_exp", "model.post_sbn=null")]), "macformer_exp (post_sbn=None)")
+
+
+def test_another_model_with_records_has_a_row(make: Make) -> None:
+    assert row(render([make("model=transformer_sdpa")]), "transformer_sdpa")[ACCURACY] == "37.00 (n=1)"
+
+
+def test_a_key_that_came_after_the_record_changes_nothing(make: Make) -> None:
+    old = make("model=rfa")
+    del old.config["trainer"]["tf32"], old.config["bucket"], old.config["model"]["attention"]["features"]
+    text = render([old])
+    assert "NOT the paper's" not in text
+    assert row(text, "rfa")[ACCURACY] == "37.00 (n=1)"
 
 
 def test_two_records_of_one_seed_are_not_two_seeds(make: Make) -> None:
-    text = table.render([make("model=rfa"), make("model=rfa", "protocol.text_dev=held-out")], [])
-    assert row(text, "rfa")[5] == "37.00 [37.15]"
+    text = render([make("model=rfa"), make("model=rfa", "protocol.text_dev=held-out")])
+    assert row(text, "rfa")[ACCURACY] == "37.00 (n=1)"
 
 
 def test_tasks_as_the_paper_has_them_do_not_share_a_table_with_others(make: Make) -> None:
-    text = table.render([make("model=rfa"), make("model=rfa", "task=text", "task.learning_rate=1e-3")], [])
+    text = render([make("model=rfa"), make("model=rfa", "task=text", "task.learning_rate=1e-3")])
     paper, other = text.split("\n**Table 2")
     assert "NOT the paper's protocol" not in paper
-    assert row(paper, "rfa")[5] == "37.00 [37.15]"
-    assert "listops" not in other
+    assert row(paper, "rfa")[ACCURACY] == "37.00 (n=1)"
+    assert "| listops" not in other
 
 
 def test_tasks_under_the_same_changed_schedule_share_a_table(make: Make) -> None:
-    text = table.render([make("model=rfa", f"task={task}", "trainer=cpu") for task in ("listops", "retrieval")], [])
+    text = render([make("model=rfa", f"task={task}", "trainer=cpu") for task in ("listops", "retrieval")])
     assert text.count("**Table 2") == 1
-    assert len(row(text, "rfa")) == 6
+    assert row(text, "rfa", "listops")[ACCURACY] == row(text, "rfa", "retrieval")[ACCURACY] == "37.00 (n=1)"
+    assert "| text" not in text
 
 
 def test_stand_in_data_are_in_the_title(make: Make) -> None:
     record = make("model=rfa", "task=retrieval")
     stand_in = record.model_copy(update={"data": record.data.model_copy(update={"source": "stand-in"})})
-    title = table.render([stand_in], []).splitlines()[0]
+    title = render([stand_in]).splitlines()[0]
     assert "NOT the paper's protocol: retrieval on STAND-IN data" in title
 
 
 def test_a_changed_row_does_not_break_the_command(make: Make) -> None:
     sizes = "task.data.examples={train: 64, dev: 8, test: 8}"
-    text = table.render([make("model=rfa", "model.attention.features=64", sizes)], [])
-    command = re.search("to fill the dashes of listops: `(.+)`", text)
+    text = render([make("model=rfa", "model.attention.features=64", sizes)])
+    command = re.search("to fill the empty cells of listops: `(.+)`", text)
     assert command
     words = shlex.split(command[1])
     assert words[:3] == ["python", "train.py", "-m"]
     assert words[3].startswith("model=transformer,rfa,macformer_exp,")
-    assert words[4:] == ["task=listops", sizes]
+    assert words[4:] == ["task=listops", "seed=0", sizes]
 
 
-def test_the_command_that_fills_a_dash_has_the_conditions_of_the_table(make: Make) -> None:
-    text = table.render([make("model=rfa", "trainer=cpu", "seed=4", "task.learning_rate=1e-3")], [])
+def test_the_command_that_fills_a_cell_has_the_conditions_of_the_table(make: Make) -> None:
+    text = render([make("model=rfa", "trainer=cpu", "seed=4", "task.learning_rate=1e-3")])
     models = "transformer,macformer_exp,macformer_inv,macformer_trigh,macformer_log,macformer_sqrt"
-    assert f"`python train.py -m model={models} task=listops trainer=cpu task.learning_rate=1e-3`" in text
+    assert f"`python train.py -m model={models} task=listops seed=4 trainer=cpu task.learning_rate=1e-3`" in text
 
 
-def test_failed_runs_and_bad_files_are_named_and_left_out(make: Make, tmp_path: Path) -> None:
+def three(make: Make, model: str, accuracy: float, spread: float = 0.004, seeds: int = 3) -> list[records.Record]:
+    """Runs of a model, their accuracies `spread` apart."""
+    return [
+        make(f"model={model}", f"seed={seed}", accuracy=accuracy + spread * (seed - (seeds - 1) / 2))
+        for seed in range(seeds)
+    ]
+
+
+def test_a_clear_difference_is_bold_and_named(make: Make) -> None:
+    found = three(make, "transformer", 0.40) + three(make, "rfa", 0.47) + three(make, "macformer_exp", 0.34)
+    text = render([*found, *three(make, "macformer_log", 0.401)])
+    assert row(text, "rfa")[ACCURACY] == "**47.00 ± 0.40 (n=3)**"
+    assert row(text, "macformer_exp")[ACCURACY] == "*34.00 ± 0.40 (n=3)*"
+    assert row(text, "macformer_log")[ACCURACY] == "40.10 ± 0.40 (n=3)"
+    said = text[text.index("**Supported:**") :].splitlines()[:2]
+    assert re.match(r"\*\*Supported:\*\* on listops rfa is better than the Transformer by 7.00 points", said[0])
+    assert "on listops macformer_exp is worse than the Transformer by 6.00 points" in said[0]
+    assert "macformer_log" not in said[0]
+    assert said[1] == "**Not supported:** the difference from the Transformer in 1 other cell."
+
+
+@pytest.mark.parametrize("few", ["transformer", "rfa"])
+def test_with_one_seed_nothing_is_bold(make: Make, few: str) -> None:
+    """However small p is."""
+    seeds = {"transformer": 3, "rfa": 3} | {few: 1}
+    text = render(
+        three(make, "transformer", 0.2, seeds=seeds["transformer"]) + three(make, "rfa", 0.8, seeds=seeds["rfa"])
+    )
+    assert row(text, "rfa")[P] == "0.0002"
+    assert row(text, "rfa")[ACCURACY].startswith("80.00")
+    assert "(1 with one seed, so that the noise of training is not covered)" in text
+
+
+def test_a_difference_below_the_noise_floor_is_not_bold(make: Make) -> None:
+    """The A/A pair varies by 10 points and more from seed to seed: 7 points say nothing, whatever p is."""
+    clear = three(make, "transformer", 0.40) + three(make, "rfa", 0.47)
+    assert row(render(clear), "rfa")[ACCURACY].startswith("**")
+    noisy = [
+        make(f"model={twin}", f"seed={seed}", accuracy=accuracy)
+        for twin in statistics.TWINS
+        for seed, accuracy in enumerate((0.3, 0.5))
+    ]
+    text = render(clear + noisy)
+    assert float(row(text, "rfa")[P]) < 0.05
+    assert row(text, "rfa")[ACCURACY] == "47.00 ± 0.40 (n=3)"
+    assert re.search(
+        r"the noise floor is 20.00 points.+macformer_exp at one seed minus macformer_trigh at another.+ 20.00, "
+        "at most 20.00, in 2 pairs",
+        text,
+    )
+
+
+def test_several_comparisons_are_corrected(make: Make) -> None:
+    found = three(make, "transformer", 0.40) + three(make, "rfa", 0.425)
+    alone = float(row(render(found), "rfa")[P])
+    others = [run for model in ("macformer_exp", "macformer_log", "macformer_inv") for run in three(make, model, 0.4)]
+    assert float(row(render(found + others), "rfa")[P]) == pytest.approx(4 * alone, abs=2e-4)
+
+
+def test_twins_that_differ_at_one_seed_are_told(make: Make) -> None:
+    exp = make("model=macformer_exp")
+    twin = make("model=macformer_trigh").model_copy(update={"quality": exp.quality})
+    assert "WARNING" not in render([exp, twin])
+    text = render([exp, make("model=macformer_trigh")])
+    assert "WARNING: macformer_exp and macformer_trigh are the same model, but have other outcomes at seed 0" in text
+
+
+def test_a_cell_that_does_not_beat_its_floor_is_marked(make: Make) -> None:
+    """The floor is 39%; 40% of 2,000 examples is above it, but not its interval."""
+    found = [make("model=transformer", accuracy=0.42), make("model=rfa", accuracy=0.40)]
+    text = render(found, FLOORS)
+    assert row(text, "transformer")[ACCURACY] == "42.00 (n=1)"
+    assert row(text, "rfa")[ACCURACY] == "40.00 (n=1) †"
+    assert row(text, "transformer")[PAPER] == "37.30 † (+4.70)"
+    assert row(text, "floor: root operator")[ACCURACY] == "39.00"
+    assert "that our accuracies marked † take more than a cheap predictor (1 of 2 on listops)" in text
+    assert "that the paper's accuracies marked † take more than a cheap predictor (7 of 7 on listops)" in text
+    assert "†" not in row(text, "rfa", "text")[PAPER]  # nobody measured a floor there
+
+
+def test_floors_of_other_data_do_not_count_but_the_majority_does(make: Make) -> None:
+    other = [FLOORS[0] | {"fingerprint": "g", "protocol": "clean"}]
+    text = render([make("model=rfa", accuracy=0.18)], other)
+    assert row(text, "rfa")[ACCURACY] == "18.00 (n=1) †"
+    assert row(text, "floor: majority")[ACCURACY] == "17.00"
+    assert "floor: root operator" not in text
+
+
+def test_raced_figures_stand_beside_those_of_the_runs(make: Make) -> None:
+    text = render([make("model=transformer"), make("model=rfa", seconds=5.0)], bench=BENCH)
+    assert row(text, "rfa")[:6] == [
+        "0.500",
+        "0.836 (-0.336)",
+        "0.100 (0.091 to 0.125)",
+        "1.000",
+        "1.360 (-0.360)",
+        "0.250",
+    ]
+    assert row(text, "transformer_sdpa")[2] == "0.545 (0.500 to 0.550)"
+    assert "raced: training steps of all models in turn on the same batches in one process, on Test CPU" in text
+    assert len(row(text, "rfa", "text")) == 9
+
+
+@pytest.mark.parametrize("change", ["pad=trim", "bucket=true", "trainer.batch_size=8", "task.data.max_length=100"])
+def test_a_race_at_other_batches_is_not_shown(make: Make, change: str) -> None:
+    assert "raced" not in render([make("model=rfa", change)], bench=BENCH)
+
+
+def test_a_race_on_another_machine_is_not_shown(make: Make) -> None:
+    elsewhere = BENCH | {"environment": BENCH["environment"] | {"device_name": "Another CPU"}}
+    assert "raced" not in render([make("model=rfa")], bench=elsewhere)
+    assert "raced" in render([], bench=elsewhere)  # there is no other
+
+
+def test_runs_that_were_taken_up_again_and_several_commits_are_told(make: Make) -> None:
+    session = records.Session(began="", first_step=1, commit="a" * 40, device_name="Test CPU")
+    one = make("model=rfa").model_copy(update={"sessions": [session, session]})
+    two = make("model=rfa", "seed=1").model_copy(update={"code": records.Code(commit="a" * 40, dirty=True)})
+    text = render([one, two])
+    assert "listops: 1 of 2 runs were stopped and taken up again" in text
+    assert "listops: the runs are of several commits: None, aaaaaaaa with changes" in text
+
+
+def spoil(record: records.Record, file: Path, **change: Any) -> None:
+    tree = json.loads(record.model_dump_json())
+    for key, value in change.items():
+        part, _, name = key.rpartition("__")
+        (tree[part] if part else tree)[name] = value
+    records.write_text(file, json.dumps(tree))
+
+
+def test_bad_files_are_named_and_left_out_and_the_rest_comes(make: Make, tmp_path: Path) -> None:
+    runs = tmp_path / "runs" / "listops"
     for record in (make("model=rfa"), make("model=transformer", status="oom")):
-        records.write(record, tmp_path / "runs" / "listops" / record.model / f"{record.run_id}.json")
-    (tmp_path / "runs" / "broken.json").write_text("{")
-    text = table.render(*table.load(tmp_path))
+        records.write(record, runs / record.model / f"{record.run_id}.json")
+    other = make("model=rfa", "seed=1", accuracy=0.9)
+    (runs / "truncated.json").write_text(other.model_dump_json()[:2000])
+    (runs / "binary.json").write_bytes(b"\xff\x00\x01")
+    (runs / "list.json").write_text("[]")
+    spoil(other, runs / "old.json", schema_version=1)
+    spoil(other, runs / "unknown.json", surprise=1)
+    spoil(other, runs / "tampered.json", quality__test_accuracy=0.95)
+    spoil(other, runs / "short.json", quality__correct=other.quality.correct[:-4])
+    found, problems = cells.load(tmp_path)
+    text = render(found, problems=problems)
+    left_out = text.partition("**Files left out**")[2]
+    for name, why in (
+        ("truncated", "is not a run record of schema 2: "),
+        ("binary", "is not a run record of schema 2: "),
+        ("list", "is not a run record: it has no schema_version"),
+        ("old", "has schema 1, and schema 2 is read here: run it anew"),
+        ("unknown", "is not a run record of schema 2: surprise"),
+        ("tampered", "is not a run record of schema 2: quality .+its test outcomes do not have its test accuracy"),
+        ("short", "is not a run record of schema 2: quality .+1992 test outcomes for 2000 examples"),
+    ):
+        assert re.search(rf"^- runs/listops/{name}.json {why}", left_out, re.MULTILINE), name
     assert "ended as oom: why it failed" in text
-    assert "broken.json is not a run record" in text
-    assert row(text, "rfa")[5] == "37.00 [37.15]"
-    assert row(text, "transformer")[5] == "- [37.30]"
+    assert row(text, "rfa")[ACCURACY] == "37.00 (n=1)"
+    assert row(text, "transformer")[ACCURACY] == "-"
 
 
-def test_the_same_records_give_the_same_bytes(make: Make) -> None:
+def test_the_order_of_the_records_does_not_matter(make: Make) -> None:
     runs = [make("model=rfa"), make("model=transformer"), make("model=rfa", "trainer=cpu"), make("seed=1")]
-    assert table.render(runs, []) == table.render(runs[::-1], [])
+    assert table.formats(runs, [], FLOORS, BENCH) == table.formats(runs[::-1], [], FLOORS, BENCH)
+
+
+def test_a_thousand_records(make: Make) -> None:
+    """How long it takes: python -m scripts.bench_table."""
+    first = make("model=rfa")
+    found = [first.model_copy(update={"seed": seed, "run_id": f"listops.rfa.{seed}.0"}) for seed in range(1000)]
+    assert row(render(found), "rfa")[ACCURACY] == "37.00 ± 0.00 (n=1000)"
+
+
+def test_the_csv_has_every_cell_and_floor(make: Make) -> None:
+    text = table.formats([make("model=transformer"), make("model=rfa", accuracy=0.5)], [], FLOORS, BENCH)["csv"]
+    lines = csv.DictReader(text.splitlines())
+    found = {line["row"]: line for line in lines if line["task"] == "listops"}
+    assert found["rfa"]["accuracy"] == "0.5"
+    assert found["rfa"]["accuracy_paper"] == "0.3715"
+    assert found["rfa"]["raced_time"] == "0.1"
+    assert found["floor: root operator"]["accuracy"] == "0.39"
+
+
+def test_the_json_has_the_ids_of_the_runs(make: Make) -> None:
+    run = make("model=rfa")
+    tree = json.loads(table.formats([run], ["a problem"], FLOORS, BENCH)["json"])
+    (listops,) = (column for column in tree["tables"][0]["columns"] if column["task"] == "listops")
+    assert listops["cells"]["rfa"]["runs"] == [run.run_id]
+    assert tree["left_out"] == ["a problem"]
+
+
+def test_tex_has_its_special_characters_escaped(make: Make) -> None:
+    text = table.formats([make("model=rfa", "model.attention.features=64")], [], FLOORS, None)["tex"]
+    assert r"macformer\_exp & - & 1.057 & - & 2.564 & - & - & 38.36 \dag{} & -" in text
+    assert r"rfa (attention.features=64) & - & - & - & - & 37.00 (n=1) \dag{} & 34.91 to 39.14" in text
+    assert text.count(r"\begin{") == text.count(r"\end{") == 2
+    assert not re.search(r"(?<!\\)[%_#$~^](?!\\pm)", text.partition("\n")[2].replace(r"$\pm$", ""))
+    assert {line.count("&") for line in text.splitlines() if r"\\" in line} == {8}
+    assert table.tex("50% **a_b** {x} $y *z* \\") == r"50\% \textbf{a\_b} \{x\} \$y \textit{z} \textbackslash{}"
 
 
 def test_the_table_needs_no_torch() -> None:
-    code = "import sys; from macformer.report import table; table.render([], []); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from macformer.report import table; table.formats([], [], [], None); "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_the_committed_table_is_the_one_that_the_records_give() -> None:
+def committed() -> list[records.Record]:
+    """Not those that you have not committed."""
     listed = subprocess.run(["git", "ls-files", "results/runs"], capture_output=True, text=True, cwd=ROOT)
     if listed.returncode:
         pytest.skip("not a git checkout: cannot tell the committed records from yours")
-    text = table.render([records.read(ROOT / name) for name in listed.stdout.split()], [])
-    assert (ROOT / "results" / "tables" / "table2.md").read_text() == text, "run `make table` and commit its result"
+    return [records.read(ROOT / name) for name in listed.stdout.split()]
+
+
+@pytest.mark.parametrize("ending", ["md", "tex", "csv", "json"])
+def test_the_committed_tables_are_those_that_the_records_give(ending: str) -> None:
+    text = table.formats(committed(), [], cells.floors(), cells.bench())[ending]
+    file = ROOT / "results" / "tables" / f"table2.{ending}"
+    assert file.read_text() == text, "run `make table` and commit its result"
+
+
+def test_the_table_in_the_readme_is_the_committed_one() -> None:
+    text = (ROOT / "results" / "tables" / "table2.md").read_text()
+    assert text in (ROOT / "README.md").read_text(), "copy results/tables/table2.md into the README"

@@ -22,7 +22,6 @@ from macformer import device as devices
 from macformer import record as records
 from macformer import trainer
 from macformer.checkpoint import CheckpointError
-from macformer.record import unpack_bits
 from macformer.trainer import Result, Trainer, evaluate
 from tests.conftest import MODELS
 
@@ -91,7 +90,7 @@ def test_the_best_by_dev_is_tested_and_the_last_one_too(cell: Cell) -> None:
     test = task.splits["test"]
     outcomes, _ = evaluate(model, test, np.arange(len(test)), 3, CPU, trim=True)  # the model now holds the best weights
     assert quality.test_accuracy == outcomes.mean()
-    assert unpack_bits(quality.correct, quality.test_examples).tolist() == outcomes.tolist()
+    assert quality.outcomes().tolist() == outcomes.tolist()
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(cell: Cell) -> None:

@@ -1,0 +1,409 @@
+"""Run records -> the cells of Table 2, and what they can carry.
+
+Records are only put into one table if they ran under the same conditions. What differs from the paper's protocol
+(that is, from `python train.py model=M task=T` as the YAML files stand) is in the table's title; a model with a
+changed key is a row of its own.
+"""
+
+import hashlib
+import json
+import math
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import numpy as np
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
+
+from macformer import record as records
+from macformer.record import Record
+from macformer.report import statistics
+from macformer.report.statistics import LEVEL, TWINS, Comparison, Noise, Outcomes
+
+ROOT = Path(__file__).parent.parent.parent
+PAPER = json.loads((ROOT / "results" / "paper.json").read_text())
+MODELS = tuple(PAPER["accuracy"]["text"])  # in the paper's order
+TASKS = tuple(PAPER["accuracy"])
+BASELINE = "transformer"
+SEEDS = (0, 1, 2)  # of configs/experiment/table2.yaml
+# Device, threads and precision stand in the environment.
+NOT_CONDITIONS = ("name", "seed", "device", "threads", "precision", *records.NOT_IN_RUN_ID)
+
+
+@dataclass
+class Measure:
+    """A mean over seeds. Time and memory are relative to the Transformer's."""
+
+    value: float
+    spread: float | None  # standard deviation; None with one seed
+    seeds: int
+
+
+@dataclass
+class Race:
+    """Of results/bench/models.json: ratios to the Transformer of steps on the same batches, in one process."""
+
+    time: float  # median of the rounds
+    low: float
+    high: float
+    memory: float
+
+
+@dataclass
+class Cell:
+    """One row of one task."""
+
+    row: str  # the model's name, with its changed keys
+    model: str
+    runs: list[Record] = field(default_factory=list)  # by seed
+    seconds: float | None = None  # means
+    peak_bytes: float | None = None
+    time: Measure | None = None
+    memory: Measure | None = None
+    accuracy: Measure | None = None  # a share, as everything here
+    low: float | None = None  # of the accuracy's interval
+    high: float | None = None
+    beats_floor: bool | None = None  # None: no accuracy
+    versus: Comparison | None = None  # the Transformer
+    p_holm: float | None = None
+    supported: bool = False  # is the difference one that two seeds and more, p and the noise floor allow to name?
+    race: Race | None = None
+    paper: dict[str, float] = field(default_factory=dict)  # measure -> the paper's value
+    paper_beats_floor: bool | None = None
+
+    def gap(self, measure: str) -> float | None:
+        """Ours minus the paper's."""
+        ours = getattr(self, measure)
+        return ours.value - self.paper[measure] if ours and measure in self.paper else None
+
+
+@dataclass
+class Column:
+    """One task of a table."""
+
+    task: str
+    cells: dict[str, Cell]  # by row
+    floors: dict[str, float]  # what cheap predictors reach on dev; if nobody measured that, the majority class on test
+    floors_of: str  # on what they were measured
+    noise: Noise | None
+    twins_differ: list[int]  # seeds at which exp and trigh, the same model, have different outcomes
+    fill: str | None  # the command that fills the empty cells
+
+    @property
+    def runs(self) -> list[Record]:
+        return [run for cell in self.cells.values() for run in cell.runs]
+
+
+@dataclass
+class Table:
+    conditions: list[str]  # what differs from the paper's protocol
+    machine: str | None  # None: there are no runs
+    race_machine: str | None
+    columns: list[Column]
+
+    @property
+    def cells(self) -> list[tuple[Column, Cell]]:
+        return [(column, cell) for column in self.columns for cell in column.cells.values()]
+
+    @property
+    def full_command(self) -> str:
+        """The paper's protocol for the models and tasks that are here."""
+        models = dict.fromkeys(run.model for column in self.columns for run in column.runs)
+        return f"python train.py -m model={','.join(models)} task={','.join(c.task for c in self.columns)}"
+
+
+def load(results: Path) -> tuple[list[Record], list[str]]:
+    """All records below results/runs, and one sentence for each file that is none."""
+    found, problems = [], []
+    for file in sorted((results / "runs").rglob("*.json")):
+        try:
+            found.append(records.read(file))
+        except (OSError, ValueError) as error:
+            problems.append(str(error).replace(f"{results}/", "", 1))
+    return found, problems
+
+
+def floors() -> list[dict[str, Any]]:
+    return json.loads((ROOT / "results" / "floors.json").read_text())["floors"]
+
+
+def bench() -> dict[str, Any]:
+    return json.loads((ROOT / "results" / "bench" / "models.json").read_text())
+
+
+def tables(found: Iterable[Record], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> list[Table]:
+    """The paper's protocol first. One table for each set of shared conditions, and for each setting of a task.
+
+    `floors` as in results/floors.json, `bench` as in results/bench/models.json. Failed runs have no cell.
+    """
+    groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for record in sorted(found, key=lambda record: record.run_id):
+        if record.status == "ok" and record.quality and record.time and record.memory:
+            run = _place(record)
+            groups[run.shared, run.machine][record.task][run.own, record.data.fingerprint].append(run)
+    made = []
+    for _, by_task in sorted(groups.items(), key=lambda group: group[0]):
+        together: dict[str, list[Run]] = {}  # tasks as the paper has them stand side by side
+        apart = []
+        for task, settings in sorted(by_task.items()):
+            for (own, _), runs in sorted(settings.items(), key=lambda item: item[0]):
+                if own or task in together:
+                    apart.append({task: runs})
+                else:
+                    together[task] = runs
+        made += [_table(columns, floors, bench) for columns in ([together] if together else []) + apart]
+    return made or [_table({}, floors, bench)]
+
+
+@dataclass
+class Run:
+    """A record, and how its conditions differ from the paper's protocol."""
+
+    record: Record
+    row: str
+    shared: tuple[str, ...]  # conditions that hold for all tasks of a table
+    own: tuple[str, ...]  # those of its task
+
+    @property
+    def machine(self) -> str:
+        environment = self.record.environment
+        threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
+        return f"{environment.device_name} ({threads}, {environment.precision}, torch {environment.torch})"
+
+
+@dataclass
+class Paper:
+    """`python train.py model=M task=T` as the YAML files stand: the paper's protocol, keys joined by dots."""
+
+    values: dict[str, Any]
+    follows: dict[str, str]  # keys that take the value of another one
+
+
+def _paper(model: str, task: str) -> Paper:
+    """Empty for a model or task that has no YAML any more."""
+    of_model, of_task = _composed(f"model={model}"), _composed(f"task={task}")
+    if not (of_model.values and of_task.values):
+        return Paper({}, {})
+    # A model's keys do not depend on the task, nor a task's on the model: composing is slow.
+    merged = [
+        {key: value for key, value in rest.items() if not key.startswith("model.")}
+        | {key: value for key, value in own.items() if key.startswith("model.")}
+        for rest, own in ((of_task.values, of_model.values), (of_task.follows, of_model.follows))
+    ]
+    return Paper(*merged)
+
+
+@cache
+def _composed(choice: str) -> Paper:
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            config = compose("train", [choice])
+    except MissingConfigException:
+        return Paper({}, {})
+    raw = records.flat(OmegaConf.to_container(config))
+    follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
+    return Paper(records.flat(OmegaConf.to_container(config, resolve=True)), follows)
+
+
+def _place(record: Record) -> Run:
+    """Sort a run's differences into row, shared and own conditions."""
+    actual, paper = records.flat(record.config), _paper(record.model, record.task)
+    row, shared, own = [], [], []
+    if record.data.source == "stand-in":
+        own.append(f"{record.task} on STAND-IN data, not LRA's")
+    for key, value in sorted(actual.items()):  # keys that came after the record do not count
+        group, _, name = key.partition(".")
+        original = paper.values.get(key)
+        emptied = value is None and any(other.startswith(f"{key}.") for other in paper.values)  # a whole node
+        if (value == original and not emptied) or group in NOT_CONDITIONS or name in NOT_CONDITIONS:
+            continue
+        if key in paper.follows and value == actual.get(paper.follows[key]):
+            continue  # said where it comes from
+        if group == "protocol" and key not in paper.follows.values():
+            continue  # of another task
+        change = f"{name or group} = {value}"
+        if not paper.follows.get(key, "").startswith("task."):  # else the paper's value depends on the task
+            change += f" (paper: {original})"
+        if group == "model":
+            row.append(f"{name}={value}")
+        elif group == "task":
+            own.append(f"{record.task} {change}")
+        else:
+            shared.append(f"{group} {change}" if name else change)
+    label = record.model + (f" ({', '.join(row)})" if row else "")
+    return Run(record, label, tuple(shared), tuple(own))
+
+
+def _table(columns: dict[str, list[Run]], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> Table:
+    runs = [run for column in columns.values() for run in column]
+    conditions = list(dict.fromkeys(c for run in runs for c in (*run.own, *run.shared)))
+    tasks = list(columns) if conditions else [*TASKS, *(task for task in columns if task not in TASKS)]
+    made = [_column(task, columns.get(task, []), floors, bench) for task in tasks]
+    compared = [cell for column in made for cell in column.cells.values() if cell.versus]
+    for cell, p in zip(compared, statistics.holm([c.versus.p for c in compared if c.versus]), strict=True):
+        cell.p_holm = p
+    for column in made:
+        for cell in column.cells.values():
+            cell.supported = _supported(cell, column.cells[BASELINE], column.noise)
+    raced = any(cell.race for column in made for cell in column.cells.values())
+    race_machine = bench["environment"]["device_name"] if raced and bench else None
+    return Table(conditions, runs[0].machine if runs else None, race_machine, made)
+
+
+def _supported(cell: Cell, baseline: Cell, noise: Noise | None) -> bool:
+    """May the difference from the Transformer be named? Two seeds of both, a small p, more than the noise."""
+    if not (cell.versus and cell.p_holm is not None and noise):
+        return False
+    return (
+        min(len(cell.runs), len(baseline.runs)) >= 2
+        and cell.p_holm < LEVEL
+        and abs(cell.versus.difference) > noise.floor
+    )
+
+
+def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> Column:
+    by_row: dict[str, dict[int, Record]] = defaultdict(dict)
+    for run in runs:  # two records of one seed differ in a key that this task does not read: the first counts
+        by_row[run.row].setdefault(run.record.seed, run.record)
+    raced = _races(task, runs, bench)
+    cells = {row: Cell(row, row) for row in (*MODELS, *raced)}
+    for row, by_seed in by_row.items():
+        ordered = [by_seed[seed] for seed in sorted(by_seed)]
+        cells[row] = Cell(row, ordered[0].model, ordered)
+    cells = dict(sorted(cells.items(), key=lambda item: _order(item[1])))
+    paper_floors = [floor for floor in floors if floor["protocol"] == "paper" and floor["source"] != "stand-in"]
+    the_papers, floors_of = _floors(task, paper_floors)
+    known = the_papers
+    if runs:
+        data = runs[0].record.data
+        known, floors_of = _floors(task, [floor for floor in floors if floor["fingerprint"] == data.fingerprint])
+        if not known:
+            known, floors_of = {"majority": data.majority}, f"test, {data.examples['test']:,} examples"
+    outcomes = {row: _outcomes(cell.runs) for row, cell in cells.items() if cell.runs}
+    for row, cell in cells.items():
+        cell.race = raced.get(row)
+        _set_paper(cell, task, the_papers)
+        if cell.runs:
+            _measure(cell, cells[BASELINE].runs, outcomes, max(known.values()))
+    seeded = {row: dict(zip((run.seed for run in cells[row].runs), outcomes[row], strict=True)) for row in outcomes}
+    one, other = (seeded.get(twin, {}) for twin in TWINS)
+    return Column(
+        task=task,
+        cells=cells,
+        floors=known,
+        floors_of=floors_of,
+        noise=statistics.noise({row: {s: float(each.mean()) for s, each in seeded[row].items()} for row in seeded}),
+        twins_differ=[seed for seed in one if seed in other and not np.array_equal(one[seed], other[seed])],
+        fill=_fill(task, [run.record for run in runs], [row for row in MODELS if not cells[row].runs]),
+    )
+
+
+def _order(cell: Cell) -> tuple[Any, ...]:
+    """The paper's models in its order, each before its changed ones, then others."""
+    known = cell.model in MODELS
+    return not known, MODELS.index(cell.model) if known else 0, cell.model, cell.row != cell.model, cell.row
+
+
+def _outcomes(runs: list[Record]) -> Outcomes:
+    return np.stack([run.quality.outcomes() for run in runs if run.quality])
+
+
+def _set_paper(cell: Cell, task: str, floors: dict[str, float]) -> None:
+    """The paper's values, and whether its accuracy beats the floors by more than its test set's noise."""
+    if cell.row not in PAPER["accuracy"].get(task, {}):
+        return
+    cell.paper = {measure: PAPER[measure][task][cell.row] for measure in ("time", "memory")}
+    cell.paper["accuracy"] = accuracy = PAPER["accuracy"][task][cell.row] / 100
+    if floors:
+        examples = PAPER["test_examples"][task]
+        low, _ = statistics.interval(np.arange(examples)[None] < round(accuracy * examples))
+        cell.paper_beats_floor = low > max(floors.values())
+
+
+def _measure(cell: Cell, baseline: list[Record], outcomes: dict[str, Outcomes], floor: float) -> None:
+    """Fill in what the runs of a cell say."""
+    seconds, their_seconds = ([run.time.train_seconds for run in runs if run.time] for runs in (cell.runs, baseline))
+    peaks, their_peaks = (
+        [float(run.memory.peak_bytes) for run in runs if run.memory] for runs in (cell.runs, baseline)
+    )
+    cell.seconds, cell.peak_bytes = mean(seconds), mean(peaks)
+    cell.time, cell.memory = _ratio(seconds, their_seconds), _ratio(peaks, their_peaks)
+    ours = outcomes[cell.row]
+    each = ours.mean(1).tolist()
+    cell.accuracy = Measure(mean(each), stdev(each) if len(each) > 1 else None, len(each))
+    cell.low, cell.high = statistics.interval(ours)
+    cell.beats_floor = cell.low > floor
+    if baseline and cell.row != BASELINE:
+        digest = hashlib.sha256(ours.tobytes() + outcomes[BASELINE].tobytes()).digest()
+        cell.versus = statistics.compare(ours, outcomes[BASELINE], int.from_bytes(digest[:8]))
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> Measure | None:
+    """The ratio of the means. Its spread: that of ours and that of theirs, relative, added as squares."""
+    if not theirs:
+        return None
+    ratio = mean(ours) / mean(theirs)
+    spread = None
+    if min(len(ours), len(theirs)) > 1:
+        parts = [stdev(values) / mean(values) for values in ([ours] if ours == theirs else [ours, theirs])]
+        spread = ratio * math.hypot(*parts)
+    return Measure(ratio, spread, len(ours))
+
+
+def _floors(task: str, floors: list[dict[str, Any]]) -> tuple[dict[str, float], str]:
+    """Those of the most training examples, and on what they were measured."""
+    fitting = [floor for floor in floors if floor["task"] == task]
+    if not fitting:
+        return {}, ""
+    best = max(fitting, key=lambda floor: floor["train_examples"])
+    return dict(best["dev_accuracy"]), f"dev, {best['dev_examples']:,} examples"
+
+
+def _races(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str, Race]:
+    """Of each model that was raced at the batches of these runs, on their machine; without runs, at the paper's."""
+    config, machine = _paper(BASELINE, task).values, None
+    if runs:
+        first = runs[0].record
+        config, machine = records.flat(first.config), first.environment
+        shape = [f"task.data.{key}" for key in ("length", "min_length", "max_length")]
+        if any(config.get(key) != _paper(BASELINE, task).values.get(key) for key in shape):
+            return {}
+    for result in bench["results"] if bench and config else ():
+        arms, raced_on = result["arms"], bench["environment"] if bench else {}
+        if (
+            (result["task"], result["padding"], result["bucket"]) == (task, config["pad"], config["bucket"])
+            and result["batch_size"] == config["trainer.batch_size"]
+            and (
+                not machine
+                or all(raced_on[key] == getattr(machine, key) for key in ("device_name", "threads", "precision"))
+            )
+            and BASELINE in arms
+        ):
+            return {name: _race(arm, arms[BASELINE]) for name, arm in arms.items() if _paper(name, task).values}
+    return {}
+
+
+def _race(arm: dict[str, Any], baseline: dict[str, Any]) -> Race:
+    ratios = [ours / theirs for ours, theirs in zip(arm["seconds"], baseline["seconds"], strict=True)]
+    return Race(median(ratios), min(ratios), max(ratios), arm["peak_bytes"] / baseline["peak_bytes"])
+
+
+def _fill(task: str, runs: list[Record], missing: list[str]) -> str | None:
+    """The command that fills the empty cells of a task: that of a run that is there, with the other models."""
+    if not missing:
+        return None
+    seeds = sorted({run.seed for run in runs}) or SEEDS
+    words = [f"model={','.join(missing)}", f"task={task}", f"seed={','.join(map(str, seeds))}"]
+    if runs:
+        skip = ("model", "task=", "seed=", "force=", "paths.", "logger")
+        words += [shlex.quote(word) for word in runs[0].overrides if not word.startswith(skip)]
+    return f"python train.py -m {' '.join(words)}"

@@ -1,0 +1,102 @@
+"""What accuracies of a few seeds on one test set can carry. S seeds, N test examples; outcomes: S x N, true = right."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special  # not scipy.stats, which takes a second to import
+
+LEVEL = 0.05  # of a test; intervals hold 1 - LEVEL
+REPLICATES = 9_999
+TWINS = ("macformer_exp", "macformer_trigh")  # sinh + cosh is exp: one model under two names
+Outcomes = NDArray[np.bool_]
+
+
+def interval(outcomes: Outcomes) -> tuple[float, float]:
+    """Of the mean accuracy. One seed: Wilson's, of the test set alone. More: seeds and examples, by Student's t.
+
+    The mean of S x N outcomes varies with the seeds, by s^2 / S (s^2: of the seeds' accuracies), and with the examples,
+    by v / N (v: of the examples' shares of right seeds). What is left of both together is counted in each: the interval
+    is a little wide. Degrees of freedom by Welch and Satterthwaite.
+    """
+    (S, N), accuracy = outcomes.shape, float(outcomes.mean())
+    if S == 1 or accuracy in (0, 1):
+        z = float(special.ndtri(1 - LEVEL / 2))
+        centre, half = accuracy + z**2 / (2 * N), z * (accuracy * (1 - accuracy) / N + (z / (2 * N)) ** 2) ** 0.5
+        return (centre - half) / (1 + z**2 / N), (centre + half) / (1 + z**2 / N)
+    of_seeds, of_examples = outcomes.mean(1).var(ddof=1) / S, outcomes.mean(0).var(ddof=1) / N
+    variance = of_seeds + of_examples
+    degrees = variance**2 / (of_seeds**2 / (S - 1) + of_examples**2 / (N - 1))
+    half = float(special.stdtrit(degrees, 1 - LEVEL / 2) * variance**0.5)
+    return max(0.0, accuracy - half), min(1.0, accuracy + half)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A difference of two mean accuracies on the same examples, its interval, and p of there being none."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+def compare(ours: Outcomes, theirs: Outcomes, entropy: int) -> Comparison:
+    """Paired bootstrap over examples and seeds.
+
+    A replicate draws N examples, the same for both models, and adds what drawing S seeds of either does to its mean.
+    S drawn of S values vary by (S - 1) / S of what they should: that is put right. One seed says nothing of training.
+    """
+    rng = np.random.default_rng(entropy)
+    N, seeds = ours.shape[1], len(ours) * len(theirs)
+    # Examples with equal differences are alike: to draw N of them is to draw how many of each kind.
+    kinds, counts = np.unique(len(theirs) * ours.sum(0) - len(ours) * theirs.sum(0), return_counts=True)
+    replicates = rng.multinomial(N, counts / N, REPLICATES) @ kinds / (N * seeds)
+    for sign, outcomes in ((1, ours), (-1, theirs)):
+        accuracies, S = outcomes.mean(1), len(outcomes)
+        if S > 1:
+            drawn = accuracies[rng.integers(S, size=(REPLICATES, S))].mean(1)
+            replicates += sign * (S / (S - 1)) ** 0.5 * (drawn - accuracies.mean())
+    low, high = np.quantile(replicates, [LEVEL / 2, 1 - LEVEL / 2])
+    tail = min((replicates <= 0).sum(), (replicates >= 0).sum())
+    p = min(1.0, 2 * (1 + tail) / (1 + REPLICATES))
+    return Comparison(float(ours.mean() - theirs.mean()), float(low), float(high), float(p))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """The p-values of several tests, corrected so that one false alarm among all has the level: Holm's step-down."""
+    corrected, running = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(np.argsort(ps, kind="stable")):
+        running = max(running, min(1.0, (len(ps) - rank) * ps[index]))
+        corrected[index] = running
+    return corrected
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How much two runs of one and the same model differ by their seeds alone, as a root mean square."""
+
+    floor: float  # the larger of the two below
+    pooled: float  # sqrt(2) times the seed spread, pooled over all models
+    degrees: int  # of freedom of that spread
+    twins: float | None  # of exp at one seed minus trigh at another
+    largest: float | None  # of these differences
+    pairs: int
+
+
+def noise(accuracies: Mapping[str, Mapping[int, float]]) -> Noise | None:
+    """From model -> seed -> accuracy; None without a model that has two seeds."""
+    first, second = (accuracies.get(name, {}) for name in TWINS)
+    groups = [seeds for name, seeds in accuracies.items() if name not in TWINS]
+    groups.append({**second, **first})  # equal seeds are equal runs: they count once
+    degrees = sum(len(seeds) - 1 for seeds in groups if seeds)
+    if not degrees:
+        return None
+    squares = sum(float(np.var(list(seeds.values()))) * len(seeds) for seeds in groups if seeds)
+    pooled = (2 * squares / degrees) ** 0.5
+    apart = [one - other for (i, one), (j, other) in product(first.items(), second.items()) if i != j]
+    twins = float(np.mean(np.square(apart)) ** 0.5) if apart else None
+    largest = max(map(abs, apart)) if apart else None
+    return Noise(max(pooled, twins or 0.0), pooled, degrees, twins, largest, len(apart))

@@ -1,0 +1,117 @@
+"""How long a thousand records take to become Table 2: `python -m scripts.bench_table`. The records are made up."""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import product
+from statistics import median
+from typing import Any
+
+import numpy as np
+from hydra import compose, initialize_config_dir
+
+from macformer import config as configs
+from macformer import record as records
+from macformer.report.cells import MODELS, ROOT, TASKS
+
+SEEDS, ROUNDS = 48, 5
+
+
+def made_up(
+    config: dict[str, Any],
+    overrides: Sequence[str] = (),
+    seconds: float = 10.0,
+    peak: int = 1000,
+    accuracy: float = 0.37,
+    status: records.Status = "ok",
+    examples: int = 2000,
+) -> records.Record:
+    """The record that a run of this configuration could leave. Its id decides which test examples are right."""
+    run_id = records.run_id(config, "f")
+    entropy = int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:8])
+    right = np.random.default_rng(entropy).permutation(examples) < round(accuracy * examples)
+    steps = range(500, 11_001, 500)
+    return records.Record(
+        run_id=run_id,
+        status=status,
+        message="" if status == "ok" else "why it failed",
+        task=config["task"]["name"],
+        model=config["model"]["name"],
+        seed=config["seed"],
+        steps_done=steps[-1],
+        config=config,
+        overrides=list(overrides),
+        code=records.Code(commit=None, dirty=None),
+        data=records.Data(
+            fingerprint="f",
+            source="generated",
+            examples={"train": 96000, "dev": 2000, "test": examples},
+            majority=0.17,
+        ),
+        environment=records.Environment(
+            device="cpu", device_name="Test CPU", python="3.11", torch="2", threads=1, precision="float32"
+        ),
+        sessions=[],
+        parameters=1,
+        quality=records.Quality(
+            test_accuracy=float(right.mean()),
+            test_examples=examples,
+            correct=records.pack_bits(right),
+            dev_accuracy=accuracy,
+            dev_step=steps[-1],
+            dev_examples=2000,
+            dev_subset="",
+            last_dev_accuracy=accuracy,
+            last_test_accuracy=accuracy,
+        ),
+        time=records.Time(
+            train_seconds=seconds,
+            warmup_seconds=0.0,
+            data_wait_seconds=0.0,
+            evaluation_seconds=0.0,
+            pause_seconds=0.0,
+            step_p10=0.0,
+            step_p50=0.0,
+            step_p90=0.0,
+        ),
+        memory=records.Memory(peak_bytes=peak, method="counted"),
+        history=[
+            records.Point(
+                step=step,
+                train_loss=2.3 - accuracy * step / steps[-1],
+                dev_loss=2.3 - accuracy * step / steps[-1],
+                dev_accuracy=accuracy * step / steps[-1],
+                learning_rate=1e-4,
+                train_seconds=seconds * step / steps[-1],
+            )
+            for step in steps
+        ],
+    )
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            cells = [
+                configs.container(compose("train", [f"model={model}", f"task={task}"]))
+                for model, task in product(MODELS, TASKS)
+            ]
+        rng = np.random.default_rng(0)
+        for config, seed in product(cells, range(SEEDS)):
+            accuracy, examples = rng.normal(0.4, 0.01), 2000 if config["task"]["name"] == "listops" else 25_000
+            record = made_up(config | {"seed": seed}, accuracy=accuracy, examples=examples)
+            records.write(record, records.path(folder, record.config, record.run_id))
+        seconds = []
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "scripts/table.py", folder], check=True, capture_output=True, cwd=ROOT)
+            seconds.append(time.perf_counter() - begin)
+    count = len(cells) * SEEDS
+    print(f"{count:,} records: {median(seconds):.1f} s ({min(seconds):.1f}-{max(seconds):.1f}, {ROUNDS} processes)")
+
+
+if __name__ == "__main__":
+    main()

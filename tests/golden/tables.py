@@ -1,0 +1,76 @@
+"""Made-up records with every kind of cell, and the tables that they give: golden files in four formats."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from macformer import config as configs
+from macformer import record as records
+from macformer.report import table
+from scripts.bench_table import made_up
+from tests.conftest import ROOT
+
+FOLDER = Path(__file__).parent
+# Better than the Transformer, worse, the same, and not above a floor of 39%.
+ACCURACIES = {
+    "transformer": 0.42,
+    "rfa": 0.47,
+    "macformer_exp": 0.385,
+    "macformer_trigh": 0.385,
+    "macformer_log": 0.422,
+}
+FLOORS = [
+    {"task": "listops", "protocol": "paper", "source": "generated", "fingerprint": "f", "train_examples": 96_000}
+    | {"dev_examples": 2000, "dev_accuracy": {"majority": 0.17, "root operator": 0.39}}
+]
+BENCH: dict[str, Any] = {
+    "environment": {"device_name": "Test CPU", "threads": 1, "precision": "float32"},
+    "results": [
+        {"task": "listops", "padding": "full", "bucket": False, "batch_size": 32}
+        | {
+            "arms": {
+                "transformer": {"seconds": [2.0, 2.2, 4.0], "peak_bytes": 1000},
+                "transformer_sdpa": {"seconds": [1.0, 1.2, 2.2], "peak_bytes": 300},
+                "rfa": {"seconds": [0.2, 0.2, 0.5], "peak_bytes": 250},
+            }
+        }
+    ],
+}
+
+
+def fixture_records() -> list[records.Record]:
+    """Three seeds of five models on ListOps, one seed of others; a changed model, other protocols, a failure."""
+    runs = [(f"model={name}", "task=listops", f"seed={seed}") for name in ACCURACIES for seed in range(3)]
+    others = [
+        ("model=rfa", "task=listops", "model.attention.features=64"),
+        ("model=rfa", "task=text"),
+        ("model=transformer", "task=listops", "trainer=cpu", "seed=1"),
+        ("model=rfa", "task=listops", "trainer=cpu", "seed=1"),
+    ]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        made = [_record(words, ACCURACIES[words[0][6:]]) for words in runs] + [_record(words, 0.45) for words in others]
+        made.append(_record(("model=transformer", "task=text"), 0.0, status="oom"))
+    return made
+
+
+def _record(overrides: tuple[str, ...], accuracy: float, **given: Any) -> records.Record:
+    """exp and trigh have one id here, and so the same outcomes, as in reality."""
+    config = configs.container(compose("train", list(overrides)))
+    rng = np.random.default_rng([config["seed"], round(1000 * accuracy)])
+    linear = config["model"]["name"] != "transformer"
+    seconds, peak = (50.0 if linear else 100.0) * rng.uniform(0.95, 1.05), 600 if linear else 1000
+    record = made_up(config, overrides, seconds, peak * 2**20, accuracy + rng.normal(0, 0.005), **given)
+    if record.model == "macformer_trigh":
+        twin = configs.container(compose("train", [word.replace("trigh", "exp") for word in overrides]))
+        record = record.model_copy(update={"quality": made_up(twin, accuracy=record.quality.test_accuracy).quality})
+    return record
+
+
+def golden_tables() -> dict[str, str]:
+    """By the file's name."""
+    found, problems = fixture_records(), ["runs/broken.json is not a run record of schema 2: Invalid JSON"]
+    return {f"table2.{ending}": text for ending, text in table.formats(found, problems, FLOORS, BENCH).items()}

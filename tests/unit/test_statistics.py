@@ -1,0 +1,138 @@
+"""Intervals, the paired bootstrap, Holm's correction and the noise floor: against scipy, and by their error rates."""
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from macformer.report import statistics
+
+Outcomes = NDArray[np.bool_]
+
+
+def runs(
+    rng: np.random.Generator, seeds: int, examples: int = 2000, spread: float = 0.0, shift: float = 0.0
+) -> Outcomes:
+    """Outcomes of `seeds` runs on examples of different difficulty, the seeds' accuracies `spread` apart."""
+    chances = np.random.default_rng(7).beta(0.6, 1.0, examples) + shift + rng.normal(0, spread, (seeds, 1))
+    return rng.random((seeds, examples)) < chances
+
+
+def test_the_interval_of_one_seed_is_wilsons() -> None:
+    outcomes = runs(np.random.default_rng(0), 1)
+    expected = stats.binomtest(int(outcomes.sum()), outcomes.size).proportion_ci(method="wilson")
+    assert statistics.interval(outcomes) == pytest.approx((expected.low, expected.high))
+
+
+def test_the_interval_of_seeds_that_differ_a_lot_is_students() -> None:
+    """So many examples that the seeds alone matter."""
+    outcomes = runs(np.random.default_rng(1), 4, 200_000, spread=0.03)
+    accuracies = outcomes.mean(1)
+    expected = stats.t.interval(0.95, 3, accuracies.mean(), stats.sem(accuracies))
+    assert statistics.interval(outcomes) == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_interval_of_equal_runs_is_that_of_the_examples() -> None:
+    once = runs(np.random.default_rng(2), 1)
+    expected = stats.t.interval(0.95, once.size - 1, once.mean(), stats.sem(once[0]))
+    assert statistics.interval(np.repeat(once, 3, axis=0)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("outcome", [True, False])
+def test_all_right_or_all_wrong_is_not_certain(outcome: bool) -> None:
+    low, high = statistics.interval(np.full((3, 50), outcome))
+    assert high - low > 0.05
+    assert (high if outcome else low) == pytest.approx(float(outcome))
+
+
+@pytest.mark.parametrize(("seeds", "spread"), [(1, 0.0), (3, 0.008), (5, 0.02)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(seeds: int, spread: float) -> None:
+    """Of 400 intervals so many may miss it that more have probability 1e-4 if the chance is 0.05."""
+    rng = np.random.default_rng(seeds)
+    chances = rng.beta(0.6, 1.0, (400, 2000))  # other examples each time
+    missed = 0
+    for each in chances:
+        outcomes = rng.random((seeds, 2000)) < each + rng.normal(0, spread, (seeds, 1))
+        low, high = statistics.interval(outcomes)
+        missed += not low <= 0.6 / 1.6 <= high
+    assert missed <= stats.binom.ppf(1 - 1e-4, 400, 0.05)
+
+
+def test_the_bootstrap_over_examples_is_scipys() -> None:
+    rng = np.random.default_rng(3)
+    ours, theirs = runs(rng, 1, shift=0.01), runs(rng, 1)
+    found = statistics.compare(ours, theirs, entropy=0)
+    expected = stats.bootstrap(
+        (ours[0].astype(float), theirs[0].astype(float)),
+        lambda a, b, axis: (a - b).mean(axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=9999,
+        rng=np.random.default_rng(0),
+    )
+    low, high = expected.confidence_interval
+    assert found.difference == pytest.approx(ours.mean() - theirs.mean())
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.02 * (high - low))
+    p = stats.ttest_rel(ours[0].astype(float), theirs[0].astype(float)).pvalue
+    assert found.p == pytest.approx(p, rel=0.15)
+
+
+def test_the_bootstrap_over_seeds_has_the_spread_of_two_means() -> None:
+    """So many examples that the seeds alone matter. Uncorrected, the interval would be a ninth narrower."""
+    rng = np.random.default_rng(4)
+    ours, theirs = runs(rng, 5, 200_000, spread=0.03), runs(rng, 5, 200_000, spread=0.03)
+    found = statistics.compare(ours, theirs, entropy=0)
+    error = math.hypot(stats.sem(ours.mean(1)), stats.sem(theirs.mean(1)))
+    assert (found.high - found.low) / (2 * 1.96 * error) == pytest.approx(1, rel=0.04)
+
+
+def test_a_real_difference_is_found_and_one_that_is_none_rarely() -> None:
+    """Of 300 comparisons of a model with itself, so many at p < 0.05 that more have probability 1e-4.
+
+    The examples' noise counts a little twice, which makes it rarer. Where seeds differ much more than examples, three
+    of them are too few for a bootstrap, and it is more often (docs/log.md): the noise floor is there for that.
+    """
+    rng = np.random.default_rng(5)
+    same = [statistics.compare(runs(rng, 3, spread=0.008), runs(rng, 3, spread=0.008), i).p for i in range(300)]
+    assert sum(p < 0.05 for p in same) <= stats.binom.ppf(1 - 1e-4, 300, 0.05)
+    assert statistics.compare(runs(rng, 3, shift=0.05), runs(rng, 3), 0).p < 0.001
+
+
+def test_the_same_entropy_gives_the_same_figures() -> None:
+    ours, theirs = runs(np.random.default_rng(6), 3), runs(np.random.default_rng(7), 2)
+    assert statistics.compare(ours, theirs, 1) == statistics.compare(ours, theirs, 1)
+    assert statistics.compare(ours, theirs, 1) != statistics.compare(ours, theirs, 2)
+
+
+def test_holm() -> None:
+    """Holm's own recipe by hand: sorted 0.005 x 4, 0.01 x 3, 0.03 x 2, 0.04 x 1, never falling."""
+    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
+    assert statistics.holm([]) == []
+
+
+def test_the_noise_floor_is_the_difference_of_two_runs_of_one_model() -> None:
+    rng = np.random.default_rng(8)
+    accuracies = {name: dict(enumerate(rng.normal(0.4, 0.01, 200))) for name in ("a", "b", "macformer_exp")}
+    noise = statistics.noise(accuracies | {"macformer_trigh": accuracies["macformer_exp"]})
+    assert noise
+    assert noise.degrees == 3 * 199  # the twin's runs are the same runs
+    assert noise.pooled == pytest.approx(2**0.5 * 0.01, rel=0.1)
+    assert noise.twins == pytest.approx(2**0.5 * 0.01, rel=0.15)
+    assert noise.floor == max(noise.pooled, noise.twins)
+    assert noise.pairs == 200 * 199
+
+
+def test_the_noise_floor_by_hand() -> None:
+    accuracies = {"rfa": {0: 0.30, 1: 0.34}, "macformer_exp": {0: 0.40}, "macformer_trigh": {0: 0.40, 1: 0.44}}
+    noise = statistics.noise(accuracies)
+    assert noise
+    assert noise.pairs == 1  # exp at 0, trigh at 1
+    assert noise.twins == noise.largest == pytest.approx(0.04)
+    assert noise.degrees == 2
+    assert noise.pooled == pytest.approx((2 * (0.0008 + 0.0008) / 2) ** 0.5)
+    assert statistics.noise({"rfa": {0: 0.3}, "macformer_exp": {0: 0.4}, "macformer_trigh": {0: 0.4}}) is None
+    assert statistics.noise({}) is None
