@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format table bench bench-data bench-models golden clean
+.PHONY: help setup quickstart test test-all lint format table report bench bench-data bench-models golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ format: setup ## let ruff format the code and sort the imports
 
 table: setup ## turn the records in results/runs into results/tables/table2.md and print it
 	@$(BIN)/python scripts/table.py results
+
+report: setup ## the same records as a page with figures, results/report.html and results/figures
+	@$(BIN)/python scripts/report.py results
 
 bench: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_attention.py

@@ -259,11 +259,15 @@ def write(record: Record, file: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
+    write_bytes(file, text.encode())
+
+
+def write_bytes(file: Path, content: bytes) -> None:
     """Under a temporary name, then renamed: a file is whole or not there."""
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp")
     try:
-        fresh.write_text(text)
+        fresh.write_bytes(content)
         os.replace(fresh, file)
     finally:
         fresh.unlink(missing_ok=True)

@@ -77,6 +77,8 @@ class Cell:
     supported: bool = False  # is the difference one that two seeds and more, p and the noise floor allow to name?
     race: Race | None = None
     paper: dict[str, float] = field(default_factory=dict)  # measure -> the paper's value
+    paper_low: float | None = None  # of its accuracy's interval, by its test set alone
+    paper_high: float | None = None
     paper_beats_floor: bool | None = None
 
     def gap(self, measure: str) -> float | None:
@@ -323,10 +325,10 @@ def _set_paper(cell: Cell, task: str, floors: dict[str, float]) -> None:
         return
     cell.paper = {measure: PAPER[measure][task][cell.row] for measure in ("time", "memory")}
     cell.paper["accuracy"] = accuracy = PAPER["accuracy"][task][cell.row] / 100
+    examples = PAPER["test_examples"][task]
+    cell.paper_low, cell.paper_high = statistics.interval(np.arange(examples)[None] < round(accuracy * examples))
     if floors:
-        examples = PAPER["test_examples"][task]
-        low, _ = statistics.interval(np.arange(examples)[None] < round(accuracy * examples))
-        cell.paper_beats_floor = low > max(floors.values())
+        cell.paper_beats_floor = cell.paper_low > max(floors.values())
 
 
 def _measure(cell: Cell, baseline: list[Record], outcomes: dict[str, Outcomes], floor: float) -> None:

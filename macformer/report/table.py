@@ -117,8 +117,8 @@ def _unsupported(table: Table) -> list[str]:
 def _body(table: Table) -> list[str]:
     lines = []
     for column in table.columns:
-        frame = _frame(column)
-        lines += [frame.to_markdown(colalign=["left"] + ["right"] * frame.shape[1], disable_numparse=True), ""]
+        shown = frame(column)
+        lines += [shown.to_markdown(colalign=["left"] + ["right"] * shown.shape[1], disable_numparse=True), ""]
     return [*lines, *verdict(table), "", *(f"- {line}" for line in notes(table))]
 
 
@@ -127,7 +127,7 @@ def _title(table: Table) -> list[str]:
     return textwrap.wrap(f"**{title(table)}**", 110, break_long_words=False, break_on_hyphens=False)
 
 
-def _frame(column: Column) -> pd.DataFrame:
+def frame(column: Column) -> pd.DataFrame:
     """A task as text: a row for each model and each floor."""
     raced = any(cell.race for cell in column.cells.values())
     rows = {}
@@ -256,14 +256,14 @@ def _latex(table: Table) -> list[str]:
         r"\centering\scriptsize\setlength{\tabcolsep}{3pt}",
     ]
     for number, column in enumerate(table.columns):
-        frame = _frame(column)
-        frame = frame[[name for name in frame if not re.match("minus|.+raced", str(name))]]
+        shown = frame(column)
+        shown = shown[[name for name in shown if not re.match("minus|.+raced", str(name))]]
         if not number:
-            lines += [rf"\begin{{tabular}}{{l{'r' * frame.shape[1]}}}", r"\toprule"]
+            lines += [rf"\begin{{tabular}}{{l{'r' * shown.shape[1]}}}", r"\toprule"]
         else:
             lines.append(r"\midrule")
-        lines.append(" & ".join(map(tex, [column.task, *frame])) + r" \\ \midrule")
-        lines += [" & ".join(map(tex, [row, *values])) + r" \\" for row, *values in frame.itertuples(name=None)]
+        lines.append(" & ".join(map(tex, [column.task, *shown])) + r" \\ \midrule")
+        lines += [" & ".join(map(tex, [row, *values])) + r" \\" for row, *values in shown.itertuples(name=None)]
     caption = " ".join([title(table) + ".", *verdict(table), LEGEND])
     return [*lines, r"\bottomrule", r"\end{tabular}", rf"\caption{{{tex(caption)}}}", r"\end{table}", ""]
 

@@ -1,0 +1,39 @@
+"""python scripts/report.py [FOLDER]: the records below FOLDER/runs as FOLDER/report.html and FOLDER/figures."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from macformer import record as records
+from macformer.report import cells
+
+try:
+    from macformer.report import figures, page
+except ImportError as error:
+    sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures]' (make setup does)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
+    folder = parser.parse_args().folder
+    if not folder.is_dir():
+        sys.exit(f"error: {folder} is not there: give the folder that has runs/ in it")
+    found, problems = cells.load(folder)
+    bench = cells.bench()
+    tables = cells.tables(found, cells.floors(), bench)
+    drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
+    lengths = figures.over_length(bench)
+    every = [figure for each in drawn for figure in each] + [lengths]
+    for figure in every:
+        records.write_bytes(folder / "figures" / f"{figure.name}.png", figure.png)
+        records.write_bytes(folder / "figures" / f"{figure.name}.svg", figure.svg)
+    for file in (folder / "figures").glob("table2-*.*"):  # of tables that are no longer there
+        if file.suffix in (".png", ".svg") and file.stem not in {figure.name for figure in every}:
+            file.unlink()
+    records.write_text(folder / "report.html", page.render(tables, drawn, lengths, found, problems))
+    print(f"written: {folder}/report.html, and {len(every)} figures as PNG and SVG in {folder}/figures")
+
+
+if __name__ == "__main__":
+    main()
