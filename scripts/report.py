@@ -9,7 +9,7 @@ from macformer.report import cells
 
 try:
     from macformer.report import figures, page
-except ImportError as error:
+except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures]' (make setup does)")
 
 

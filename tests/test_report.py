@@ -1,0 +1,388 @@
+"""The report: figures and page from records, and the page in a real browser."""
+
+import base64
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from matplotlib.image import imread
+
+from macformer import config as configs
+from macformer import record as records
+from macformer.report import cells, figures, page
+from scripts import report
+from scripts.bench_table import made_up
+from tests.conftest import ROOT
+
+SCRIPT = "<script>alert(1)</script>"
+# Rows that are better, worse, and no better than a floor.
+ACCURACY = {"transformer": 0.42, "rfa": 0.46, "macformer_exp": 0.43, "macformer_inv": 0.37, "macformer_sqrt": 0.31}
+FLOORS = {"majority": 0.17, "length": 0.175, "root operator": 0.3}
+RACED = ("transformer", "transformer_sdpa", "rfa", "macformer_exp")
+POLICY = re.compile(r"<meta http-equiv=\"Content-Security-Policy\".*?>")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def floors() -> list[dict[str, Any]]:
+    shared = {"protocol": "paper", "source": "generated", "fingerprint": "f", "train_examples": 9, "dev_examples": 2000}
+    return [shared | {"task": task, "dev_accuracy": FLOORS} for task in ("listops", "text")]
+
+
+def bench() -> dict[str, Any]:
+    """As results/bench/models.json, made up: the Transformers' time grows with the length."""
+
+    def arms(growth: float) -> dict[str, Any]:
+        seconds = {name: growth ** (i < 2) / (i + 1) for i, name in enumerate(RACED)}
+        rounds = {name: [s, s * 1.1 ** (i + 1), s * 1.3] for i, (name, s) in enumerate(seconds.items())}
+        return {name: {"seconds": rounds[name], "peak_bytes": int(1e8 * s)} for name, s in seconds.items()}
+
+    crossing = {"model": "macformer_exp", "baseline": "transformer_sdpa", "n": 256.0, "low": 200.0, "high": 300.0}
+    none = {"model": "rfa", "baseline": "transformer", "n": None, "low": None, "high": None}
+    return {
+        "environment": {"device_name": "Test CPU", "threads": 1, "precision": "float32"},
+        "results": [{"task": "listops", "padding": "full", "bucket": False, "batch_size": 32, "arms": arms(2.0)}],
+        "lengths": {
+            "tokens": 8192,
+            "results": [{"n": 2**i, "arms": arms(2**i / 512)} for i in range(6, 13)],
+            "break_even": [crossing | {"says": "Even at 256."}, none | {"says": "rfa is slower at every length."}],
+        },
+    }
+
+
+def make(folder: Path) -> Path:
+    """What `make report` does, with floors and a race that do not change with the committed ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "floors", floors)
+        patch.setattr(cells, "bench", bench)
+        patch.setattr(sys, "argv", ["report.py", str(folder)])
+        report.main()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of no records at all."""
+    return make(tmp_path_factory.mktemp("empty"))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of three seeds under the paper's protocol, a shortened one, stand-ins, a failure, a broken file."""
+    folder = tmp_path_factory.mktemp("results")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+
+        def put(*overrides: str, seeds: int = 1, spread: float = 0.0, stand_in: bool = False, **known: Any) -> None:
+            config = configs.container(compose("train", list(overrides)))
+            for seed in range(seeds):
+                own = {"accuracy": known.get("accuracy", 0.4) + spread * math.sin(2 * seed), "seconds": 9.0 - seed / 9}
+                record = made_up(config | {"seed": seed}, overrides, **known | own)
+                record.message = "" if record.status == "ok" else f"{SCRIPT} & co."
+                record.data.source = "stand-in" if stand_in else "generated"
+                records.write(record, records.path(folder, record.config, record.run_id))
+
+        for (model, accuracy), task in product(ACCURACY.items(), ("listops", "text")):
+            put(f"model={model}", f"task={task}", seeds=3, spread=0.01, accuracy=accuracy)
+        for model in ("transformer", "rfa"):
+            put(f"model={model}", "trainer=cpu", accuracy=0.2)
+        put("model=rfa", "model.attention.features=64", accuracy=0.44)
+        put("model=rfa", "task=retrieval", stand_in=True, accuracy=0.6)
+        put("model=macformer_log", status="oom")
+    (folder / "runs" / "broken.json").write_text("{")
+    (folder / "figures").mkdir()
+    for name in ("table2-9-bars-text.png", "table2-9-bars-text.svg", "table2-9.txt", "mine.png"):
+        (folder / "figures" / name).write_text("old")
+    return make(folder)
+
+
+class Tags(HTMLParser):
+    """The tags of a page with their attributes; of each table, the texts of its rows."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {key: value or "" for key, value in attributes}))
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.tables[-1][-1][-1] += data
+
+    def values(self, key: str) -> list[str]:
+        return [attributes[key] for _, attributes in self.tags if key in attributes]
+
+
+def read(folder: Path) -> str:
+    return (folder / "report.html").read_text()
+
+
+def words(folder: Path, name: str) -> list[str]:
+    """The texts on a figure: matplotlib writes each as a comment before its outlines."""
+    return html.unescape((folder / "figures" / f"{name}.svg").read_text()).replace("\n", " ").split("<!-- ")[1:]
+
+
+def shows(folder: Path, name: str) -> set[str]:
+    return {text.partition(" -->")[0] for text in words(folder, name)}
+
+
+def test_every_task_is_a_table_with_its_marks_and_floors(results: Path) -> None:
+    text, listops, other, stand_in, shortened, _ = Tags(read(results)).tables
+    assert [row[0] for row in text] == ["model", *cells.MODELS, *(f"floor: {floor}" for floor in FLOORS)]
+    assert {"rfa (attention.features=64)", "transformer_sdpa"} <= {row[0] for row in listops}
+    assert len(other) == 1 + len(cells.MODELS)
+    assert [row[0] for row in stand_in][-1] == [row[0] for row in shortened][-1].replace("root operator", "majority")
+    found = read(results)
+    assert re.search(r"<td><strong>46\.\d\d ± 0\.\d\d \(n=3\)</strong></td>", found)
+    assert re.search(r"<td><em>37\.\d\d ± 0\.\d\d \(n=3\)</em></td>", found)
+    assert re.search(r'<td class="dagger"><em>31\.\d\d ± 0\.\d\d \(n=3\)</em> †</td>', found)
+    assert "retrieval on STAND-IN data" in found
+    assert "trainer steps = 1000 (paper: 10000)" in found
+
+
+def test_every_record_is_listed_and_every_link_leads_somewhere(results: Path) -> None:
+    tags = Tags(read(results))
+    for link in tags.values("href"):
+        assert link[1:] in tags.values("id") if link[0] == "#" else (results / unquote(link)).is_file(), link
+    listed = {row[0]: row for row in tags.tables[-1][1:]}
+    assert set(listed) == {file.stem for file in (results / "runs").rglob("*.*.json")}
+    (failed,) = (row for name, row in listed.items() if name.startswith("listops.macformer_log"))
+    assert failed[1:4] == ["-", "0", "oom"]
+    (shortened,) = (row for row in listed.values() if row[0].startswith("retrieval"))
+    assert shortened[1:5] == ["2", "0", "ok", "60.00"]
+
+
+def test_texts_from_records_are_escaped(results: Path) -> None:
+    assert "ended as oom: &lt;script&gt;alert(1)&lt;/script&gt; &amp; co." in read(results)
+    assert "<script" not in read(results)
+    assert "broken.json is not a run record" in read(results)
+
+
+def test_nothing_is_loaded_from_elsewhere(results: Path) -> None:
+    text = read(results)
+    assert POLICY.search(text)
+    sources = Tags(text).values("src")
+    assert len(sources) == len(list((results / "figures").glob("table2-*.svg")))
+    for source in sources:
+        svg = base64.b64decode(source.removeprefix("data:image/svg+xml;base64,"), validate=True).decode()
+        assert not re.findall(r"(?:href|src)=\"[^#]|url\([^#]", svg)
+        assert "http" not in re.sub(r"xmlns(:\w+)?=\"[^\"]+\"|<!DOCTYPE[^>]+>", "", svg)
+    assert not re.findall(r"https?:|url\(|@import|<link", re.sub(r"src=\"[^\"]+\"", "", text))
+
+
+def test_figures_say_what_they_show(results: Path) -> None:
+    names = {file.stem for file in (results / "figures").glob("*.png")} - {"mine"}
+    assert names == {
+        "table2-lengths",
+        *(f"table2-1-{kind}-{task}" for kind in ("curves", "bars") for task in ("text", "listops")),
+        "table2-1-bars-retrieval",
+        *(f"table2-2-{kind}" for kind in ("curves-retrieval", "bars-retrieval", "accuracy-time")),
+        *(f"table2-3-{kind}" for kind in ("curves-listops", "bars-listops", "accuracy-time")),
+        "table2-1-accuracy-time",
+    }
+    changed, stand_in = "(NOT the paper's protocol)", "(STAND-IN data, NOT the paper's protocol)"
+    for kind, title in (("curves", "Learning curves on {}"), ("bars", "Time and memory on {}")):
+        assert title.format("listops") in shows(results, f"table2-1-{kind}-listops")
+        assert f"{title.format('retrieval')} {stand_in}" in shows(results, f"table2-2-{kind}-retrieval")
+        assert f"{title.format('listops')} {changed}" in shows(results, f"table2-3-{kind}-listops")
+    curves = shows(results, "table2-1-curves-listops")
+    assert {"rfa (n=3)", "rfa (attention.features=64) (n=1)", *(f"floor: {floor}" for floor in FLOORS)} <= curves
+    # The Transformer's own; rfa: ours, raced, the paper's.
+    assert {"1.00", "0.17", "0.84", "transformer_sdpa"} <= shows(results, "table2-1-bars-listops")
+    assert "break-even: macformer_exp and transformer_sdpa, n = 256" in shows(results, "table2-lengths")
+    assert "rfa is slower at every length." in read(results)
+
+
+def test_figures_follow_the_numbers(results: Path) -> None:
+    """An interval, a spread, a floor or a point of a curve that moves changes the picture that shows it."""
+    found, _ = cells.load(results)
+    (table, *_) = cells.tables(found, floors(), bench())
+    (column,) = (column for column in table.columns if column.task == "listops")
+    table.columns = [column]
+    cell = column.cells["rfa"]
+    assert cell.low
+    assert cell.time
+    before = {figure.name: figure.png for figure in figures.draw(1, table)}
+
+    def changed() -> set[str]:
+        return {figure.name.split("-")[2] for figure in figures.draw(1, table) if figure.png != before[figure.name]}
+
+    cell.low -= 0.01
+    assert changed() == {"accuracy"}
+    cell.low += 0.01
+    assert not changed()
+    cell.time.spread = 0.3
+    assert changed() == {"bars", "accuracy"}
+    cell.time.spread = None
+    cell.runs[0].history[5].dev_accuracy = 0.9
+    assert "curves" in changed()
+
+
+def test_figures_of_former_tables_go_and_other_files_stay(results: Path) -> None:
+    names = {file.name for file in (results / "figures").iterdir()}
+    assert not any(name.startswith("table2-9-") for name in names)
+    assert {"table2-9.txt", "mine.png"} <= names
+    assert not [name for name in names if name.endswith(".tmp")]
+
+
+def test_the_same_records_give_the_same_bytes(results: Path, tmp_path: Path) -> None:
+    shutil.copytree(results / "runs", tmp_path / "runs")
+    make(tmp_path)
+    for file in [Path("report.html"), *(file.relative_to(tmp_path) for file in (tmp_path / "figures").iterdir())]:
+        assert (tmp_path / file).read_bytes() == (results / file).read_bytes(), file
+
+
+def test_without_runs_there_are_the_papers_values_the_race_and_the_commands(empty: Path) -> None:
+    text = html.unescape(read(empty))
+    assert "Table 2, the paper's protocol: no runs yet" in text
+    assert "There are none yet." in text
+    tables = Tags(text).tables
+    assert [len(table) for table in tables] == [11, 12, 8]
+    assert ["transformer_sdpa", "0.500"] in [[row[0], row[6]] for row in tables[1]]
+    for task in cells.TASKS:
+        assert f"task={task} seed=0,1,2</code>" in text
+        assert f"Time and memory on {task} (no runs yet)" in shows(empty, f"table2-1-bars-{task}")
+    assert not list((empty / "figures").glob("*curves*"))
+    assert {"0.84", "0.17", "the paper's"} <= shows(empty, "table2-1-bars-listops")
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/report.py", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path}/nowhere is not there: give the folder that has runs/ in it\n"
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_a_missing_package_is_one_sentence(package: str) -> None:
+    code = f"import sys, runpy; sys.modules['{package}'] = None; runpy.run_path('scripts/report.py')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {package} is not there; pip install 'macformer[figures]' (make setup does)\n"
+
+
+def test_the_report_needs_no_torch() -> None:
+    code = "import sys; from macformer.report import figures, page; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_committed_page_is_the_one_that_the_records_give() -> None:
+    """Without its figures: their bytes depend on the fonts and the matplotlib of the machine that drew them."""
+    listed = subprocess.run(["git", "ls-files", "results/runs"], capture_output=True, text=True, cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("not a git checkout: cannot tell the committed records from yours")
+    found = [records.read(ROOT / name) for name in listed.stdout.split()]
+    race = cells.bench()
+    tables = cells.tables(found, cells.floors(), race)
+    drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
+    text = page.render(tables, drawn, figures.over_length(race), found, [])
+
+    def bare(text: str) -> str:
+        return re.sub(r"src=\"data:[^\"]+\"", "", text)
+
+    assert bare(read(ROOT / "results")) == bare(text), "run `make report` and commit its results"
+
+
+Browse = Callable[..., tuple[str, list[str]]]
+
+
+@pytest.fixture
+def browse(tmp_path: Path) -> Browse:
+    """browse(text) -> the page as the browser has it in the end, and what it wrote to its console."""
+    if not CHROMIUM:
+        pytest.skip("no browser: neither chromium nor chromium-browser is on the PATH (Debian: apt install chromium)")
+
+    def run(text: str, *flags: str) -> tuple[str, list[str]]:
+        file = tmp_path / "page.html"
+        file.write_text(text)
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+        command += ["--enable-logging=stderr", "--v=0", *flags, file.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        return done.stdout, re.findall(r"CONSOLE[:(].*", done.stderr)  # errors, warnings, and refused loads
+
+    return run
+
+
+@pytest.mark.parametrize("folder", ["results", "empty"])
+def test_a_browser_shows_the_tables_and_complains_of_nothing(
+    folder: str, browse: Browse, request: pytest.FixtureRequest
+) -> None:
+    text = read(request.getfixturevalue(folder))
+    shown, complaints = browse(text, "--dump-dom")
+    assert complaints == []
+    assert Tags(shown).tables == Tags(text).tables
+
+
+def test_a_complaint_of_the_browser_is_seen(browse: Browse, empty: Path) -> None:
+    """The policy refuses scripts and loads, and says so; without it, the script speaks for itself."""
+    script, image = "<script>console.error('planted')</script>", "<img src='http://127.0.0.1:9/x.png'>"
+    for planted in (script, image):
+        _, complaints = browse(read(empty).replace("</body>", f"{planted}</body>"), "--dump-dom")
+        assert [line for line in complaints if "Content Security Policy" in line]
+    _, complaints = browse(POLICY.sub("", read(empty)).replace("</body>", f"{script}</body>"), "--dump-dom")
+    assert len(complaints) == 1
+    assert "planted" in complaints[0]
+
+
+def test_a_browser_draws_every_figure_and_nothing_is_wider_than_a_narrow_window(browse: Browse, results: Path) -> None:
+    """A script of the test looks. The last image is broken and the last box too wide, to see that it can tell."""
+    look = """<script>addEventListener('load', () => {
+      const widths = () => [document.documentElement.scrollWidth, document.documentElement.clientWidth];
+      const seen = {images: [...document.images].map(image => image.naturalWidth), before: widths()};
+      document.body.insertAdjacentHTML('beforeend', '<div style="width: 2000px">wide</div>');
+      seen.after = widths();
+      document.title = JSON.stringify(seen);
+    })</script>"""
+    text = POLICY.sub("", read(results)).replace("</body>", f"<img src='data:image/svg+xml,broken'>{look}</body>")
+    shown, _ = browse(text, "--dump-dom", "--window-size=500,900")
+    title = re.search(r"<title>(.+?)</title>", shown)
+    assert title
+    seen = json.loads(html.unescape(title[1]))
+    *drawn, broken = seen["images"]
+    assert len(drawn) == len(list((results / "figures").glob("table2-*.svg")))
+    assert min(drawn) > 300
+    assert broken == 0
+    assert seen["before"][0] == seen["before"][1] <= 500
+    assert seen["after"][0] > seen["after"][1]
+
+
+@pytest.mark.parametrize(("scheme", "background"), [(1, (1.0, 1.0)), (0, (0.0, 0.2))])
+def test_a_browser_paints_the_page_light_or_dark(
+    scheme: int, background: tuple[float, float], browse: Browse, results: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "page.png"
+    size = ("--window-size=1280,3000", "--hide-scrollbars")
+    browse(read(results), f"--screenshot={picture}", f"--blink-settings=preferredColorScheme={scheme}", *size)
+    pixels = imread(picture)[..., :3]
+    assert pixels.shape == (3000, 1280, 3)
+    low, high = background
+    assert ((low <= pixels[:, 0]) & (pixels[:, 0] <= high)).all()  # the margin
+    rows = (pixels != pixels[0, 0]).any(2).any(1)
+    assert rows.mean() > 0.5  # most lines have something on them
+    assert (pixels[:, 100:900] == 1).all(2).mean(1).max() > 0.9  # figures are on white in both
