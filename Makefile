@@ -5,10 +5,10 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format table report bench bench-data bench-models golden clean
+.PHONY: help setup quickstart test test-all lint format table report bench bench-attention bench-data golden clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
 
 setup: .venv/.installed ## make .venv and install the package with its development tools
 
@@ -43,14 +43,14 @@ table: setup ## turn the records in results/runs into results/tables/table2.md a
 report: setup ## the same records as a page with figures, results/report.html and results/figures
 	@$(BIN)/python scripts/report.py results
 
-bench: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (20 minutes)
+bench: setup ## race training steps of whole models on each task, into results/bench (BENCHTIME; text-real needs IMDB=path)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench_models $(if $(IMDB),--imdb $(IMDB))
+
+bench-attention: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_attention.py
 
 bench-data: setup ## measure how fast data are made, packed and read, into results/bench (2 minutes, 4 GB of disk)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_data.py $(if $(IMDB),--imdb $(IMDB))
-
-bench-models: setup ## race training steps of whole models at real lengths, into results/bench (8 minutes; Text needs IMDB=path)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench_models $(if $(IMDB),--imdb $(IMDB))
 
 golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)
 	$(BIN)/python -m tests.golden.regenerate

@@ -2,13 +2,17 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lra_data.base import TaskSpec
+from macformer import config as configs
 from macformer.attention import RMFAttention
 from scripts import bench_attention as bench
 from scripts import bench_models as models
@@ -127,26 +131,167 @@ def test_the_committed_race_of_models_is_what_the_readme_shows() -> None:
     assert table.partition("\n\n")[0] in (ROOT / "README.md").read_text()
 
 
-def test_models_race_at_real_lengths(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few examples of ListOps; every model has a figure, and what is left out is said."""
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task, short: the sizes come from the configuration. The allocator is the process's and stays as it is."""
+    whole = models.composed
+
+    def composed(*overrides: str) -> DictConfig:
+        config = whole(*overrides)
+        config.task.batch_size = 4
+        config.task.data.length, config.task.data.max_length = 128, 100
+        if config.task.name == "listops":
+            config.task.data.min_length = 10
+        return config
+
+    monkeypatch.setattr(models, "composed", composed)
     monkeypatch.setattr(models, "EXAMPLES", {"train": 64, "dev": 1, "test": 1})
-    monkeypatch.setattr(models, "FULL", (1, 128))
-    monkeypatch.setattr(models.devices, "prepare", lambda device, threads: None)  # the allocator is the process's
-    assert models.main(["--rounds", "1", "--output", str(tmp_path)]) == 0
+    monkeypatch.setattr(models, "TOKENS", 256)
+    monkeypatch.setattr(models, "LENGTHS", [64, 128])
+    monkeypatch.setattr(models.devices, "prepare", lambda device, threads: None)
+    monkeypatch.setattr(models.devices, "keep_freed", lambda keep: None)
+
+
+def test_models_race_on_every_task(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], sources: Path
+) -> None:
+    """All settings, one round: the keys that the table reads, and a figure for every model."""
+    archive = sources / "aclImdb_v1.tar.gz"
+    assert models.main(["--rounds", "1", "--imdb", str(archive), "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "models.json").read_text())
-    real, full = report["results"]
-    assert list(real["arms"]) == list(models.STEPS)
-    assert list(full["arms"]) == [*models.STEPS, "transformer_sdpa"]
-    assert all(n % 64 == 0 for _, n in real["shapes"])
-    for arm in (*real["arms"].values(), *full["arms"].values()):
-        assert len(arm["seconds"]) == len(arm["flop"]) == 1
-        assert min(arm["seconds"]) > 0
+    assert report.keys() == {"code", "environment", "left_out", "claims", "results", "lengths"}
+    assert report["left_out"] == []
+    assert {result["setting"]: tuple(result["arms"]) for result in report["results"]} == models.SETTINGS
+    for result in report["results"]:
+        task, _, kind = result["setting"].partition("-")
+        trim = kind == "real"
+        assert (result["task"], result["padding"], result["bucket"]) == (task, "trim" if trim else "full", trim)
+        ((B, n),) = result["shapes"]
+        assert B == result["batch_size"] == 4
+        assert n % 64 == 0 if trim else n == 128
+        assert len(result["matmul_rate"]) == 1
+        for arm in result["arms"].values():
+            assert arm.keys() == {"seconds", "flop", "peak_bytes"}
+            assert len(arm["seconds"]) == len(arm["flop"]) == 1
+            assert min(*arm["seconds"], *arm["flop"], arm["peak_bytes"]) > 0
+    by_name = {result["setting"]: result["arms"] for result in report["results"]}
+    for name in models.MODELS:  # two texts a pair, less the head
+        ratio = by_name["retrieval-full"][name]["flop"][0] / by_name["text-full"][name]["flop"][0]
+        assert ratio == 2
+    peaks = {name: by_name["text-full"][name]["peak_bytes"] for name in models.BASELINES}
+    assert peaks["transformer_sdpa"] < peaks["transformer_checkpointed"] < peaks["transformer"]
+    lengths = report["lengths"]
+    assert lengths["tokens"] == 256
+    assert [result["n"] for result in lengths["results"]] == [64, 128]
+    for result in lengths["results"]:
+        assert all(arm.keys() == {"seconds"} and len(arm["seconds"]) == 1 for arm in result["arms"].values())
+    assert [told.keys() for told in lengths["break_even"]] == 4 * [
+        {"model", "baseline", "n", "low", "high", "says"},
+    ]
     table = (tmp_path / "models.md").read_text()
     assert table in capsys.readouterr().out
-    assert "Text is left out" in table
+    assert all(told["says"] in table for told in lengths["break_even"])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["models.json", "models.md"]
+
+
+def test_the_memory_of_a_race_is_that_of_a_run(small: None, tmp_path: Path) -> None:
+    """Bytes, the same in every run: what the trainer records for the same task, model and batch."""
+    config = models.composed("task=listops", "model=rfa", "trainer=smoke", "pad=trim", "trainer.dev_examples=1")
+    config.trainer.batch_size, config.task.data.examples = 4, models.EXAMPLES
+    task = configs.build(config, "task.data", folder=str(tmp_path))
+    trained = configs.build(config, "model", **asdict(task.spec))
+    result = configs.build(config, "trainer").fit(trained, task, torch.device("cpu"), 0)
+    longest = next(models.real(task, 4, torch.device("cpu")))
+    peak = models.peak("rfa", task.spec, longest, torch.device("cpu"))
+    assert peak == pytest.approx(result.peaks["peak_bytes"], rel=0.01)
+
+
+def test_who_does_not_fit_is_left_out_and_named(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Room for less than explicit softmax needs: the others race, and their ratios to it are dashes."""
+    spec = models.TASKS["listops"].spec(128)
+    batch = next(models.full(spec, 4, 128, torch.device("cpu")))
+    need = models.peak("transformer", spec, batch, torch.device("cpu"))
+    monkeypatch.setattr(models.devices, "free_bytes", lambda device: int(0.9 * need / models.ROOM))
+    assert models.main(["--rounds", "1", "--settings", "listops-full", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "models.json").read_text())
+    (result,) = report["results"]
+    assert list(result["arms"]) == [name for name in models.MODELS if name != "transformer"]
+    table = (tmp_path / "models.md").read_text()
+    assert "listops-full is without transformer: a step would need " in table
+    assert "text-full is left out: --settings does not name it." in table
+    assert re.search(r"^\| rfa \| [^|]+ \| - \|", table, re.MULTILINE)
+
+
+def test_what_is_foretold_of_the_memory_is_what_it_takes(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From batches of one and two, for eight."""
+    spec, said = models.TASKS["text"].spec(128), []
+    batch = next(models.full(spec, 8, 128, torch.device("cpu")))
+    takes = models.peak("transformer", spec, batch, torch.device("cpu"))
+    monkeypatch.setattr(models.devices, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(models, "mebibytes", lambda count: said.append(count) or "")
+    with pytest.raises(MemoryError, match="a step would need"):
+        models.peak("transformer", spec, batch, torch.device("cpu"))
+    assert said[0] == pytest.approx(takes, rel=0.05)
+
+
+def test_another_error_is_no_lack_of_memory(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> int:
+        raise RuntimeError("the shapes do not fit")
+
+    monkeypatch.setattr(models, "peak", fails)
+    with pytest.raises(RuntimeError, match="the shapes do not fit"):
+        models.main(["--rounds", "1", "--settings", "listops-full", "--output", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_input_of_the_race_is_one_sentence(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        models.main(["--settings", "text-real", "--imdb", str(tmp_path / "none.tar.gz"), "--output", str(tmp_path)])
+    assert str(stop.value).startswith("error: ")
+    assert "none.tar.gz" in str(stop.value)
+    with pytest.raises(SystemExit) as stop:
+        models.main(["--rounds", "0", "--output", str(tmp_path)])
+    assert stop.value.code == 2
+    assert "--rounds 0: at least 1 is needed" in capsys.readouterr().err
+    assert models.main(["--settings", "text-real", "--output", str(tmp_path / "new")]) == 0
+    assert "text-real is left out: it needs --imdb (make bench IMDB=path)." in capsys.readouterr().out
+
+
+def lengths_of(*ratios: list[float]) -> list[dict[str, Any]]:
+    """At 64, 128, ...: the rounds' ratios of macformer_exp to SDPA."""
+    return [
+        {
+            "n": 64 * 2**i,
+            "arms": {"macformer_exp": {"seconds": each}, "transformer_sdpa": {"seconds": [1.0] * len(each)}},
+        }
+        for i, each in enumerate(ratios)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "n", "low", "high", "says"),
+    [
+        # a quarter, half and three quarters of the way in log n
+        (([1.25, 1.5, 1.75], [0.25, 0.5, 0.75]), 90.5, 76.1, 107.6, "from n = 91 on (single rounds: 76 to 108)"),
+        (([0.9, 0.8], [0.5, 0.4]), None, None, None, "at every length measured (single rounds: below 64 to below 64)"),
+        (([2.0, 3.0], [1.5, 1.0]), None, None, None, "at no length measured (single rounds: above 128 to above 128)"),
+        # one round never gets there, another is there from the start
+        (([0.9, 1.5, 2.0], [0.8, 0.5, 1.1]), 105.0, None, None, "(single rounds: below 64 to above 128)"),
+        # faster once, by chance, and then not: the last crossing counts
+        (([0.9], [1.5], [0.5]), 181.0, 181.0, 181.0, "from n = 181 on (single rounds: 181 to 181)"),
+    ],
+)
+def test_the_break_even_length(
+    ratios: tuple[list[float], ...], n: float | None, low: float | None, high: float | None, says: str
+) -> None:
+    (told,) = models.break_even(lengths_of(*ratios))
+    assert (told["model"], told["baseline"]) == ("macformer_exp", "transformer_sdpa")
+    for key, value in {"n": n, "low": low, "high": high}.items():
+        assert told[key] == (value if value is None else pytest.approx(value, abs=0.1))
+    assert says in told["says"]
+    assert told["says"].startswith("macformer_exp is faster than transformer_sdpa ")
 
 
 def test_the_plain_trunk_is_our_trunk() -> None:

@@ -1,5 +1,6 @@
 """What differs between CPU and CUDA: on a played CUDA, on meta tensors, and on a real GPU where there is one."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -320,3 +321,36 @@ def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Cell) -> Non
     assert record.memory.reserved_bytes is not None
     assert record.memory.reserved_bytes >= record.memory.peak_bytes > 0
     assert record.memory.evaluation_peak_bytes
+
+
+def test_freed_memory_is_kept_or_given_back() -> None:
+    """In a process of its own: resident bytes once 256 MiB are freed, kept and then given back."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("only Linux says what is resident")
+    code = """
+import torch
+from macformer import device as devices
+
+def resident():
+    return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmRSS:"))
+
+devices.prepare(torch.device("cpu"), 1)
+before = resident()
+torch.ones(2**26)
+kept = resident()
+devices.keep_freed(False)
+returned = resident()
+torch.ones(2**26)
+print(kept - before, returned - before, resident() - before)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    kept, returned, again = (int(word) for word in told.split())
+    assert kept > 200
+    assert returned < 50
+    assert again < 50
+
+
+def test_free_memory_is_told_of_the_cpu_alone() -> None:
+    assert devices.free_bytes(CUDA) is None
+    if Path("/proc/meminfo").exists():
+        assert 2**20 < devices.free_bytes(CPU) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
