@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all lint format table report bench bench-attention bench-data golden clean
+.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-data golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -17,14 +17,24 @@ setup: .venv/.installed ## make .venv and install the package with its developme
 	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep,figures]'
 	@touch $@
 
+# Large: only the tests that need it install it.
+.venv/.installed-ray: .venv/.installed
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep,figures,ray]'
+	@touch $@
+
 quickstart: setup ## train three models on generated ListOps on the CPU and print their table (8 minutes at most)
 	$(BIN)/python train.py -m experiment=quickstart model=transformer,rfa,macformer_exp
 	@$(BIN)/python scripts/table.py outputs/quickstart
 
+reproduce: setup ## run what is missing of Table 2, then the table (weeks on a CPU; narrow it: TASKS= MODELS= SEEDS= PROTOCOL= TRAINER= SWEEP=)
+	$(BIN)/python train.py experiment=table2 $(if $(TASKS),task=$(TASKS)) $(if $(MODELS),model=$(MODELS)) $(if $(SEEDS),seed=$(SEEDS)) \
+		$(if $(PROTOCOL),protocol=$(PROTOCOL)) $(if $(TRAINER),trainer=$(TRAINER)) $(if $(SWEEP),sweep=$(SWEEP)); \
+	code=$$?; $(BIN)/python scripts/table.py results; exit $$code
+
 test: lint ## lint, then the tests that take minutes at most
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-all: lint ## all tests, the slow ones included
+test-all: lint .venv/.installed-ray ## all tests, the slow ones included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or not slow'
 
 lint: setup ## ruff, mypy and the import contracts

@@ -3,9 +3,8 @@
 import os
 import signal
 import sys
-import tempfile
+import traceback
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -23,11 +22,13 @@ from macformer import checkpoint as checkpoints
 from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
+from macformer import sweep as sweeps
+from macformer.cell import Cell
 from macformer.progress import Screen, duration, mebibytes
 from macformer.trainer import CannotRun, OutOfMemory, Trainer, evaluate, load_weights
 
 EXIT = {"diverged": 3, "oom": 4}  # interrupted: 128 + the signal's number; anything else: 1
-SWEEP = "MACFORMER_SWEEP"  # names a folder in which the runs of a sweep, whatever their process, leave notes
+LAUNCHERS = ("joblib", "submitit", "ray")  # whose own errors say that a process of theirs died
 
 
 class RunFailed(Exception):
@@ -47,36 +48,33 @@ def main(config: DictConfig) -> None:
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         run(config, overrides)
         return
-    sweep = Path(os.environ[SWEEP])
-    if (sweep / "stopped").exists():
+    notes = sweeps.Notes()
+    if notes.stopped:
         return
+    notes.write("it began and has not told its end: it was killed, or is still at work")
     try:
         run(config, overrides)
+        notes.write("")
     except KeyboardInterrupt as stop:
-        (sweep / "stopped").write_text(str(signal_of(stop)))
-        if sweep.name == str(os.getpid()):
+        notes.write("")
+        notes.stop(signal_of(stop))
+        if notes.launcher == "basic":
             raise  # else this is a worker, and the others are to save their checkpoints, too
     except Exception as error:
-        with open(sweep / "failures", "a") as file:
-            file.write(f"{' '.join(overrides)}: {' '.join(str(error).split())}\n")
+        notes.write(str(error))
         if not isinstance(error, EXPECTED):
-            raise
-        print(f"failed: {error}", flush=True)  # the sweep goes on
+            traceback.print_exc()
+        print(f"failed: {error}", flush=True)
+        raise  # Hydra tells it when all runs are over
 
 
 def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
     """Compose -> task -> model -> fit -> record."""
-    configs.check_top(config)
-    device = configs.checked("device", devices.choose, config.device)
-    trainer: Trainer = configs.build(config, "trainer")
-    trainer.precision = devices.choose_precision(trainer.precision, device)
-    resolved = configs.container(config) | {"device": device.type}  # what ran, not what `auto` may mean elsewhere
-    resolved["trainer"]["precision"] = trainer.precision
-    configs.check(config, "model")  # a typing error should not wait for the data
-    task = configs.build(config, "task.data", folder=config.paths.data, origin=config.paths.get(config.task.name))
-    run_id = records.run_id(resolved, task.fingerprint)
-    file = records.path(config.paths.results, resolved, run_id)
-    checkpoint = checkpoints.Checkpoint(Path(config.paths.outputs) / run_id, run_id, resolved, task.fingerprint)
+    cell = Cell(config)
+    device, trainer, resolved = cell.device, cell.trainer, cell.resolved
+    task: Task = cell.load()
+    file, checkpoint = cell.places(task.fingerprint)
+    run_id = checkpoint.run_id
     code = records.code()
     finished = records.finished(file)
     if finished and not (config.force or config.evaluate or config.dry_run):
@@ -209,33 +207,30 @@ def signal_of(stop: KeyboardInterrupt) -> int:
 def command() -> int:
     """Run Hydra's command line. What can be said in a sentence is; the failures of a sweep are listed at its end."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come through to here
-    with tempfile.TemporaryDirectory() as folder:
-        sweep = Path(folder, str(os.getpid()))
-        sweep.mkdir()
-        os.environ[SWEEP] = str(sweep)
-        if any(word.startswith("hydra/launcher=") for word in sys.argv):
-            # Ctrl-C goes to the workers, too: wait for their checkpoints.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda number, frame: (sweep / "stopped").write_text(str(number)))
-        code = 0
-        try:
-            main()
-        except (HydraException, OmegaConfBaseException) as error:
-            print(f"error: {configs.explain(error)}", file=sys.stderr)
-            code = 1
-        except EXPECTED as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = EXIT.get(getattr(error, "status", ""), 1)
-        except KeyboardInterrupt as stop:
-            code = 128 + signal_of(stop)
-        finally:
-            failures = sweep / "failures"
-            failed = failures.read_text().splitlines() if failures.exists() else []
-            if failed:
-                print("\n".join([f"error: {len(failed)} of the sweep's runs failed:", *failed]), file=sys.stderr)
-        if (sweep / "stopped").exists():
-            code = 128 + int((sweep / "stopped").read_text())
-    return code or int(bool(failed))
+    code = 0
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"error: {configs.explain(error)}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt as stop:
+        code = 128 + signal_of(stop)
+    except Exception as error:
+        listed = HydraConfig.initialized() and sweeps.Notes().failures()
+        launchers = type(error).__module__.startswith(LAUNCHERS)
+        if not (listed or launchers or isinstance(error, EXPECTED)):
+            raise
+        if launchers or not listed:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 1 if listed else EXIT.get(getattr(error, "status", ""), 1)
+    if HydraConfig.initialized():  # by a sweep, and for it
+        notes = sweeps.Notes()
+        if failed := notes.failures():
+            print("\n".join([f"error: {len(failed)} of the sweep's runs failed:", *failed]), file=sys.stderr)
+            code = code or 1
+        if notes.stopped:
+            code = 128 + notes.stopped
+    return code
 
 
 if __name__ == "__main__":

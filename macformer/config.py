@@ -12,6 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, PositiveInt, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 NOT_ARGUMENTS = ("_target_", "_partial_", "name")
+# Launchers, and the extras of pyproject.toml that bring them. With ray goes all that setup installs, or pip would let
+# it break the others' versions.
+EXTRAS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "dev,sweep,figures,ray"}
 
 
 class ConfigError(Exception):
@@ -119,6 +122,9 @@ def explain(error: Exception) -> str:
         return f"{sweep[1]} has several values: add -m to sweep over them"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if group == "hydra/launcher" and name in EXTRAS:
+            wanted = f"pip install -c constraints.txt -e '.[{EXTRAS[name]}]'"
+            return f"hydra/launcher={name} is not installed: {wanted}"
         return f"{group}={name} is not known; choose one of {', '.join(error.options)}"
     cause = error.__cause__ if isinstance(error, HydraException) else error
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ def is_cuda(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
-    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory."""
+    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory, and no more."""
     global _runs
     _runs += 1
     torch.set_num_threads(threads)
@@ -48,6 +49,8 @@ def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
         cuda.empty_cache()  # or what earlier runs of a sweep have reserved would count as this one's
         return
     keep_freed(True)
+    if sys.platform == "linux":
+        _limit_memory()
 
 
 def keep_freed(keep: bool) -> None:
@@ -66,11 +69,47 @@ def keep_freed(keep: bool) -> None:
 
 def free_bytes(device: torch.device) -> int | None:
     """What the CPU can still allocate. None if nobody says it, and on CUDA, whose allocator raises an error in time."""
-    meminfo = Path("/proc/meminfo")
-    if is_cuda(device) or not meminfo.exists():
-        return None
-    (free,) = (line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(free) * 1024
+    return None if is_cuda(device) or sys.platform != "linux" else available_memory(Path("/"))
+
+
+def _limit_memory() -> None:
+    """Let an allocation fail that cannot be kept, so that the run ends as oom and a sweep goes on.
+
+    Linux grants memory that is not there, and kills the process that uses it, the whole sweep with it. Runs side by
+    side do not know of each other: two that fit one by one may still be too much.
+    """
+    import resource  # is not there on Windows
+
+    (own,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData:" in line)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = int(own) * 1024 + available_memory(Path("/"))
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def available_memory(root: Path) -> int:
+    """Bytes that this process can still get: what the machine has, and what each of its control groups leaves.
+
+    A group counts the files that it has read, which it gives up when memory is short. `root` has /proc and /sys.
+    """
+    free = next(line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    rooms = [int(free.split()[1]) * 1024]
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, kinds, group = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        home, limit, used, files = (
+            (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if kinds
+            else (root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+        )
+        own = home / group.strip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(home) and (folder / limit).exists():
+                most = (folder / limit).read_text().strip()
+                told = dict(stat.split() for stat in (folder / "memory.stat").read_text().splitlines())
+                if most != "max":
+                    rooms.append(int(most) - int((folder / used).read_text()) + int(told[files]))
+    return max(min(rooms), 0)
 
 
 def describe(device: torch.device) -> str:

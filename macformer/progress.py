@@ -36,11 +36,13 @@ class Screen:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03, 2:03 below an hour, 3.4 s below a minute."""
+    """3 days 4 h, 1:02:03 below two days, 2:03 below an hour, 3.4 s below a minute."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} days {hours % 24} h"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 

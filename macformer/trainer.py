@@ -242,12 +242,17 @@ class Trainer:
                 ) from error
             raise
 
-    def forecast(self, model: nn.Module, task: Task, device: torch.device, seed: int) -> Forecast:
-        """Take a few steps from all over the schedule, and evaluate a few batches, to say what the whole would cost."""
+    def forecast(
+        self, model: nn.Module, task: Task, device: torch.device, seed: int, patience: float = DRY_SECONDS
+    ) -> Forecast:
+        """Take a few steps from all over the schedule, and evaluate a few batches, to say what the whole would cost.
+
+        After `patience` seconds of steps, but for the first, there are no more of them.
+        """
         run = _Run(self, model, task, device, seed, Result(), Stop())
         count = min(FORECAST + 1, self.total_steps)
         feed = run.feed(np.linspace(0, self.total_steps - 1, count).astype(int).tolist())
-        while len(run.result.losses) < count and sum(run.result.step_seconds[1:]) < DRY_SECONDS:
+        while len(run.result.losses) < count and sum(run.result.step_seconds[1:]) < patience:
             run.step(feed)
         seconds = run.result.step_seconds[1:]  # the first one warms up
         dev = task.splits["dev"]
