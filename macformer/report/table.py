@@ -60,7 +60,7 @@ def title(table: Table) -> str:
     if not table.conditions:
         return f"Table 2, the paper's protocol, on {table.machine}; data: {', '.join(data)}"
     conditions = "; ".join(table.conditions)
-    return f"Table 2 on {table.machine}, NOT the paper's protocol: {conditions}; data: {', '.join(data)}"
+    return f"Table 2 on {table.machine}, data: {', '.join(data)}, NOT the paper's protocol: {conditions}"
 
 
 def notes(table: Table) -> list[str]:

@@ -170,7 +170,7 @@ def test_tasks_under_the_same_changed_schedule_share_a_table(make: Make) -> None
 def test_stand_in_data_are_in_the_title(make: Make) -> None:
     record = make("model=rfa", "task=retrieval")
     stand_in = record.model_copy(update={"data": record.data.model_copy(update={"source": "stand-in"})})
-    title = render([stand_in]).splitlines()[0]
+    title = render([stand_in]).partition("\n\n")[0].replace("\n", " ")
     assert "NOT the paper's protocol: retrieval on STAND-IN data" in title
 
 
