@@ -39,7 +39,7 @@ def is_cuda(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
-    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory, to a limit."""
+    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory."""
     global _runs
     _runs += 1
     torch.set_num_threads(threads)

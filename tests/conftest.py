@@ -11,7 +11,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig, open_dict
+
+from macformer.config import explain
 
 ROOT = Path(__file__).parent.parent
 MODELS = sorted(file.stem for file in (ROOT / "configs" / "model").glob("*.yaml"))
@@ -29,9 +33,23 @@ def one_thread() -> None:
 @pytest.fixture
 def composed() -> Iterator[Callable[..., DictConfig]]:
     """composed("model=rfa", ...) -> the configuration that train.py would get."""
+
+    def make(*overrides: str) -> DictConfig:
+        try:
+            config = compose("train", list(overrides), return_hydra_config=True)
+        except MissingConfigException as error:
+            if str(error.missing_cfg_file).startswith("hydra/launcher/"):
+                pytest.skip(explain(error))
+            raise
+        HydraConfig.instance().set_config(config.copy())  # where ${hydra:...} is looked up
+        with open_dict(config):
+            del config["hydra"]
+        return config
+
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        yield lambda *overrides: compose("train", list(overrides))
+        yield make
+    HydraConfig.instance().cfg = None
 
 
 @pytest.fixture

@@ -1,0 +1,231 @@
+"""Sweeps as a person starts them: by each launcher, killed and continued, announced, with runs that fail."""
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from macformer import config as configs
+from macformer import record as records
+from tests.conftest import ROOT
+
+TINY = ["trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"]
+TABLE2 = ["train.py", "experiment=table2", "task=listops", *TINY]
+# How to choose a launcher here, and what has it.
+LAUNCHERS = {
+    "joblib": (["sweep=joblib"], "hydra_plugins.hydra_joblib_launcher"),
+    "submitit_local": (["hydra/launcher=submitit_local"], "hydra_plugins.hydra_submitit_launcher"),
+    "ray": (["sweep=ray", "hydra.launcher.ray.remote.num_gpus=0"], "hydra_plugins.hydra_ray_launcher"),
+}
+SLOW = pytest.mark.slow
+Started = Callable[..., subprocess.Popen[str]]
+
+
+def paths(folder: Path) -> list[str]:
+    return [f"paths.{name}={folder / name}" for name in ("data", "results", "outputs")]
+
+
+def program(*words: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`home`: Ray keeps a token there, and submitit's jobs are not to depend on it."""
+    env = os.environ | ({"HOME": str(home)} if home else {})
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=env)
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """started("train.py", ...) -> a sweep in a process group of its own, which ends with the test, however that ends."""
+    processes = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def found(folder: Path) -> list[records.Record]:
+    return [records.read(file) for file in sorted((folder / "results").rglob("*.json"))]
+
+
+def launcher(name: str) -> list[str]:
+    words, plugin = LAUNCHERS[name]
+    if importlib.util.find_spec(plugin) is None:
+        pytest.skip(f"hydra/launcher={name} is not installed (the extras `sweep` and `ray` of pyproject.toml)")
+    return words
+
+
+@pytest.mark.parametrize(
+    "name", ["joblib", pytest.param("submitit_local", marks=SLOW), pytest.param("ray", marks=SLOW)]
+)
+def test_two_cells_and_a_failure_by_each_launcher(name: str, tmp_path: Path) -> None:
+    """The two do, the third diverges: that is known at the end, wherever it ran."""
+    words = launcher(name)
+    cells = "task.learning_rate=1e-3,2e-3,1e30"
+    done = program("train.py", "-m", *words, "model=rfa", cells, *TINY, *paths(tmp_path), home=tmp_path)
+    assert done.returncode == 1, done.stderr
+    *_, count, failure = done.stderr.splitlines()
+    assert count == "error: 1 of the sweep's runs failed:"
+    assert re.match(r".*task.learning_rate=1e\+30.*: listops.rfa.0.\w+ ended as diverged", failure)
+    assert sorted(record.status for record in found(tmp_path)) == ["diverged", "ok", "ok"]
+    again = program("train.py", "-m", *words, "model=rfa", cells, *TINY, *paths(tmp_path), home=tmp_path)
+    assert again.returncode == 1
+    assert sorted(record.status for record in found(tmp_path)) == ["diverged", "ok", "ok"]
+
+
+def test_a_killed_sweep_goes_on(tmp_path: Path, started: Started) -> None:
+    """Killed in its second run: the first is not repeated, and all ends as if nothing had happened."""
+    long = ["trainer.steps=298", "trainer.checkpoint_every=20", "trainer.evaluate_every=100"]
+    words = [*TABLE2, "model=macformer_exp", "seed=0,1", *long]
+    process = started(*words, *paths(tmp_path / "killed"))
+    second = tmp_path / "killed" / "outputs"
+    while process.poll() is None and len(list(second.glob("*.1.*/checkpoint.pt"))) == 0:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    assert [(record.seed, record.status) for record in found(tmp_path / "killed")] == [(0, "ok")]
+
+    again = program(*words, *paths(tmp_path / "killed"))
+    assert again.returncode == 0, again.stderr
+    assert re.search(r"^  listops +macformer_exp +1 +1 +0 +[\d.]+ s +\d+ MiB  seed 0$", again.stdout, re.MULTILINE)
+    assert re.search(r"^listops.macformer_exp.0.\w+ is finished", again.stdout, re.MULTILINE)
+    assert len(re.findall(r"^going on from step \d+", again.stdout, re.MULTILINE)) == 1
+
+    assert program(*words, *paths(tmp_path / "whole")).returncode == 0
+    killed, whole = found(tmp_path / "killed"), found(tmp_path / "whole")
+    assert len(killed) == len(whole) == 2
+    assert [record.quality for record in killed] == [record.quality for record in whole]
+    assert [len(record.sessions) for record in killed] == [1, 2]
+
+
+def test_the_announcement_and_data_that_are_not_there(tmp_path: Path) -> None:
+    """Text has no data: its cells are told of first, fail by themselves, and cost the others nothing."""
+    words = ["experiment=table2", "task=text,listops", "model=rfa", "seed=0,1", "trainer=smoke", *paths(tmp_path)]
+    done = program("train.py", *words)
+    assert done.returncode == 1
+    head, _, _ = done.stdout.partition("HYDRA")
+    assert f"4 cells, by hydra/launcher=basic, their records in {tmp_path}/results/runs\n" in head
+    assert re.search(
+        r"^  2 will fail: text: task=text needs .*aclImdb_v1.tar.gz, which is not there", head, re.MULTILINE
+    )
+    assert re.search(r"\n  listops +rfa +0 +0 +2 +\S+( s)? +[\d,]+ MiB  \d+ steps\n", head)
+    assert re.search(
+        r"^  in all \S+( s)? on .+ \(\w+, 1 at a time\): until \w+ \d+ \w+ \d\d:\d\d; checkpoints in",
+        head,
+        re.MULTILINE,
+    )
+    assert "error: 2 of the sweep's runs failed:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {(record.task, record.seed, record.status) for record in found(tmp_path)} == {
+        ("listops", 0, "ok"),
+        ("listops", 1, "ok"),
+    }
+
+
+def test_more_memory_than_there_is_ends_one_run_and_not_the_sweep(tmp_path: Path) -> None:
+    """One tensor of nearly all memory that the machine has: Linux would grant it, and kill whoever fills it."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux grants memory that is not there and lets it be limited")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    length = min(int((0.97 * total / (2 * 4)) ** 0.5), 65536)  # two texts, one head, four bytes
+    if 2 * 4 * length**2 < 0.9 * total:
+        pytest.skip("a text cannot be long enough to fill this machine's memory")
+    words = ["model=transformer", "model.heads=1", f"task.data.length={length},64", "device=cpu", *TINY[:1], *TINY[2:]]
+    done = program("train.py", "-m", *words, *paths(tmp_path))
+    assert done.returncode == 1, done.stderr
+    assert "error: 1 of the sweep's runs failed:" in done.stderr
+    assert re.search(rf"task.data.length={length} .* ended as oom: after 0 steps, out of memory", done.stderr)
+    assert sorted(record.status for record in found(tmp_path)) == ["ok", "oom"]
+
+
+def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Started) -> None:
+    """joblib gives up then. What was at work is named; the same command goes on."""
+    words = ["train.py", "-m", *launcher("joblib"), "hydra.launcher.n_jobs=2", "model=rfa", "seed=0,1", *TINY]
+    long = ["trainer.steps=100000", "trainer.checkpoint_every=100000", "trainer.evaluate_every=100000"]
+    process = started(*words, *long, *paths(tmp_path))
+    assert process.stdout
+    at_work = 0
+    for line in process.stdout:
+        at_work += line.startswith("expected end")  # after 20 steps
+        if at_work == 2:
+            break
+    assert at_work == 2, process.communicate()
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
+    worker = next(int(line.split()[0]) for line in listed.stdout.splitlines() if "popen_loky" in line)
+    os.kill(worker, signal.SIGKILL)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    assert re.search(
+        r"^error: A worker process managed by the executor was unexpectedly terminated", errors, re.MULTILINE
+    )
+    assert re.search(r"seed=\d.*: it began and has not told its end: it was killed, or is still at work", errors)
+
+
+@pytest.mark.slow
+def test_a_job_of_a_cluster_that_must_make_room_is_queued_again_and_goes_on(tmp_path: Path, started: Started) -> None:
+    """submitit's signal before the time limit, or at preemption. On this machine it plays the queue itself."""
+    long = ["trainer.steps=2998", "trainer.checkpoint_every=20", "trainer.evaluate_every=1000"]
+    words = ["train.py", "-m", *launcher("submitit_local"), "model=rfa", "seed=0", *TINY, *long]
+    process = started(*words, *paths(tmp_path))
+    while process.poll() is None and not list((tmp_path / "outputs").glob("*/checkpoint.pt")):
+        time.sleep(0.01)
+    (pickled,) = (tmp_path / "outputs").rglob("*_submitted.pkl")
+    jobs = subprocess.run(["pgrep", "-f", f"submitit.core._submit {pickled.parent}"], capture_output=True, text=True)
+    os.kill(int(jobs.stdout.split()[0]), signal.SIGUSR2)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    (record,) = found(tmp_path)
+    assert record.status == "ok"
+    assert len(record.sessions) == 2
+    assert record.sessions[1].first_step > 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "command"),
+    [
+        ([], "train.py experiment=table2"),
+        (
+            ["TASKS=listops,text", "MODELS=rfa", "SEEDS=0,1", "PROTOCOL=clean", "TRAINER=cpu", "SWEEP=joblib"],
+            "train.py experiment=table2 task=listops,text model=rfa seed=0,1 protocol=clean trainer=cpu sweep=joblib",
+        ),
+    ],
+)
+def test_make_reproduce_is_the_sweep_and_the_table(settings: list[str], command: str) -> None:
+    made = subprocess.run(["make", "-n", "reproduce", *settings], capture_output=True, text=True, cwd=ROOT, check=True)
+    line = " ".join(made.stdout.replace("\\\n", " ").split()).replace(" ;", ";")
+    assert f"python {command}; code=$?; .venv/bin/python scripts/table.py results; exit $code" in line
+
+
+def test_a_launcher_that_is_not_installed_is_named_with_the_command() -> None:
+    hidden = "import sys, runpy; sys.modules['hydra_plugins'] = None; runpy.run_path('train.py', run_name='__main__')"
+    missing = program("-c", hidden, "-m", "sweep=ray", "seed=0,1")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith(
+        "error: hydra/launcher=ray is not installed: pip install -c constraints.txt -e '.["
+    )
+    for extra in configs.EXTRAS.values():
+        for part in extra.split(","):
+            assert f"\n{part} = [" in (ROOT / "pyproject.toml").read_text()
