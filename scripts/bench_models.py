@@ -1,6 +1,6 @@
 """Race training steps of whole models on each task: time, memory, and from which length on Macformer is faster.
 
-    python -m scripts.bench_models --imdb data/aclImdb_v1.tar.gz      # under 45 minutes on one core
+    python -m scripts.bench_models --imdb data/aclImdb_v1.tar.gz      # some 45 minutes on one quiet core
     python -m scripts.bench_models --settings listops-full --rounds 1 --output /tmp/bench
 
 How: one process, one thread, freed memory kept, as train.py has it. A step is forward, cross-entropy, backward, clip by
@@ -19,7 +19,7 @@ the first is not counted.
 
 Memory is the peak of forward and backward of one model on the longest batch, measured as the trainer does. A model that
 would not fit is left out. On the CPU kept memory is split up, so that up to SPREAD times what lives is resident: a step
-for which that is too much gives its large blocks back at once, and pays for it in page faults.
+for which that is too much gives its large blocks back at once, and pays for it in page faults. Both are said.
 """
 
 import argparse
@@ -31,8 +31,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, cast
 
 import numpy as np
@@ -53,7 +54,7 @@ from macformer.trainer import CLIP, EPS
 from scripts.bench_attention import flop as attention_flop
 
 ROOT = Path(__file__).parent.parent
-ROUNDS, FULL_ROUNDS = 25, 5  # at full length softmax takes up to a minute a step
+ROUNDS = {"real": 15, "full": 3, "lengths": 10}  # at full length softmax takes up to minutes a step
 EXAMPLES = {"train": 4096, "dev": 16, "test": 16}  # a few windows of buckets
 TASKS = {"listops": listops, "text": text, "retrieval": retrieval}
 TRUNKS = ("plain", "identity", "identity, ppSBN")
@@ -69,9 +70,9 @@ SETTINGS = {  # the one that can lack its data comes first
 }
 TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 ROOM = 0.9  # share of the free memory that a step may need
-SPREAD = 4  # resident bytes to live ones, at most (docs/log.md)
+SPREAD = 3  # resident bytes to live ones, at most (docs/log.md)
 Batch = tuple[Tensor, Tensor]
-Raced = tuple[dict[str, Any], list[str]]  # what was measured, and one sentence for each model that is left out
+Raced = tuple[dict[str, Any], list[str]]  # what was measured; a sentence for each model that is left out or slowed
 
 
 class Identity(nn.Module):
@@ -131,10 +132,16 @@ def composed(*overrides: str) -> DictConfig:
         return compose("train", ["protocol=paper", *overrides])
 
 
+@cache
+def encoder() -> dict[str, Any]:
+    """The sizes that all models share."""
+    return configs.container(composed())["model"]
+
+
 def model(name: str, spec: TaskSpec) -> nn.Module:
     torch.manual_seed(0)
     if name == "plain":
-        return Plain(spec, configs.container(composed("model=transformer_sdpa"))["model"])
+        return Plain(spec, encoder())
     if name.startswith("identity"):
         like = "macformer_exp" if name.endswith("ppSBN") else "transformer_sdpa"
         return configs.build(composed(f"model={like}"), "model", **asdict(spec), attention=Identity)
@@ -158,7 +165,7 @@ def flop(name: str, trained: nn.Module, ids: Tensor) -> int:
 
     With the identity, q and k have no backward pass. What is computed again does not count, but inside attention.
     """
-    sizes = configs.container(composed("model=macformer_exp"))["model"]
+    sizes = encoder()
     width, heads, joined = sizes["width"], sizes["heads"], sizes["heads"] * sizes["head_dim"]
     linear = 3 * (4 * width * joined + 2 * width * sizes["feedforward"])
     if name in TRUNKS:
@@ -215,6 +222,12 @@ def race(
             if not devices.is_out_of_memory(error):
                 raise
             left_out.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
+        else:
+            if free is not None and SPREAD * peaks[name] > free:
+                left_out.append(
+                    f"{setting}: a step of {name} that needs over {mebibytes(free // SPREAD)} keeps no freed memory and "
+                    f"pays for it in page faults (the longest needs {mebibytes(peaks[name])})."
+                )
     devices.keep_freed(True)
     trained = {name: model(name, spec).to(device).train() for name in peaks}
     optimizers = {name: adamw(name, trained[name]) for name in peaks}
@@ -222,33 +235,37 @@ def race(
     seconds: dict[str, list[float]] = {name: [] for name in peaks}
     flops: dict[str, list[int]] = {name: [] for name in peaks}
     rates, shapes, order = [], [], random.Random(0)
-    start = devices.now(device)
+    lasted: list[float] = []
     for number in range(rounds + 1):
-        left = f", {duration((devices.now(device) - start) / number * (rounds + 1 - number))} left" if number else ""
+        start = devices.now(device)
+        left = f", {duration(mean(lasted) * (rounds + 1 - number))} left of it" if lasted else ""
         print(f"{setting}: round {number} of {rounds}{left}", file=sys.stderr)
         ids, labels = next(batches)
-        shapes.append([len(ids), ids.shape[-1]])
         share = (ids.shape[-1] / longest[0].shape[-1]) ** 2  # what is large is the n x n weights
         for name in order.sample(list(peaks), len(peaks)):
             large = free is not None and SPREAD * share * peaks[name] > free
+            if large and not number:
+                continue  # it keeps nothing that would be warm
             if large:
                 devices.keep_freed(False)
             begin = devices.now(device)
             step(trained[name], optimizers[name], ids, labels)
-            seconds[name].append(devices.now(device) - begin)
-            flops[name].append(flop(name, trained[name], ids))
+            if number:
+                seconds[name].append(devices.now(device) - begin)
+                flops[name].append(flop(name, trained[name], ids))
             if large:
                 devices.keep_freed(True)
         begin = devices.now(device)
         for _ in range(4):
             square @ square
-        rates.append(4 * 2 * 1024**3 / (devices.now(device) - begin))
+        if number:
+            rates.append(4 * 2 * 1024**3 / (devices.now(device) - begin))
+            shapes.append([len(ids), ids.shape[-1]])
+            lasted.append(devices.now(device) - start)
     return {
-        "shapes": shapes[1:],
-        "matmul_rate": rates[1:],
-        "arms": {
-            name: {"seconds": seconds[name][1:], "flop": flops[name][1:], "peak_bytes": peaks[name]} for name in peaks
-        },
+        "shapes": shapes,
+        "matmul_rate": rates,
+        "arms": {name: {"seconds": seconds[name], "flop": flops[name], "peak_bytes": peaks[name]} for name in peaks},
     }, left_out
 
 
@@ -331,8 +348,7 @@ def run(setting: str, folder: str, imdb: str | None, rounds: int | None, device:
         batches = real(task, batch_size, device)
     else:
         batches = full(spec, batch_size, spec.length, device)
-    rounds = rounds or (ROUNDS if trim else FULL_ROUNDS)
-    result, left_out = race(setting, spec, SETTINGS[setting], next(batches), batches, rounds, device)
+    result, left_out = race(setting, spec, SETTINGS[setting], next(batches), batches, rounds or ROUNDS[kind], device)
     shape = {"task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": batch_size}
     return {"setting": setting, **shape, **result}, left_out
 
@@ -434,7 +450,7 @@ def times(result: dict[str, Any], name: str, to: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--imdb", help="aclImdb_v1.tar.gz, for Text")
-    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}, {FULL_ROUNDS} at full length")
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}")
     every = [*SETTINGS, "lengths"]
     parser.add_argument("--settings", nargs="+", choices=every, default=every)
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
@@ -459,7 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(result)
             left_out += out
     if "lengths" in options.settings:
-        lengths, out = over_lengths(options.rounds or ROUNDS, device)
+        lengths, out = over_lengths(options.rounds or ROUNDS["lengths"], device)
         left_out += out
     report = {
         "code": records.code().model_dump(),

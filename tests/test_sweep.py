@@ -41,7 +41,7 @@ def program(*words: str, home: Path | None = None) -> subprocess.CompletedProces
 
 @pytest.fixture
 def started() -> Iterator[Started]:
-    """started("train.py", ...) -> a sweep in a process group of its own, which ends with the test, however that ends."""
+    """started("train.py", ...) -> a sweep in a process group of its own, which ends with the test."""
     processes = []
 
     def start(*words: str) -> subprocess.Popen[str]:
