@@ -225,7 +225,7 @@ def race(
         else:
             if free is not None and SPREAD * peaks[name] > free:
                 left_out.append(
-                    f"{setting}: a step of {name} that needs over {mebibytes(free // SPREAD)} keeps no freed memory and "
+                    f"{setting}: a step of {name} that needs over {mebibytes(free // SPREAD)} keeps nothing freed and "
                     f"pays for it in page faults (the longest needs {mebibytes(peaks[name])})."
                 )
     devices.keep_freed(True)
