@@ -24,7 +24,7 @@ import train
 from lra_data.base import TaskSpec
 from macformer import config as configs
 from macformer import device as devices
-from tests.conftest import MODELS
+from tests.conftest import MODELS, ROOT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Cell = Callable[..., DictConfig]
@@ -354,3 +354,46 @@ def test_free_memory_is_told_of_the_cpu_alone() -> None:
     assert devices.free_bytes(CUDA) is None
     if Path("/proc/meminfo").exists():
         assert 2**20 < devices.free_bytes(CPU) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: Path) -> None:
+    """Of either version; a group's limit may stand above the one that the process is in."""
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    write("proc/self/cgroup", "4:cpu:/else\n3:memory:/job/task\n0::/new/leaf\n")
+    assert devices.available_memory(tmp_path) == 8000 * 1024
+    write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "5000000\n")
+    write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "2000000\n")
+    write("sys/fs/cgroup/memory/job/memory.stat", "cache 1\ntotal_inactive_file 500000\n")
+    assert devices.available_memory(tmp_path) == 3_500_000
+    for name, most in (("new/leaf", "max"), ("new", "4000000")):
+        write(f"sys/fs/cgroup/{name}/memory.max", most + "\n")
+        write(f"sys/fs/cgroup/{name}/memory.current", "3000000\n")
+        write(f"sys/fs/cgroup/{name}/memory.stat", "anon 1\ninactive_file 100000\n")
+    assert devices.available_memory(tmp_path) == 1_100_000
+    write("sys/fs/cgroup/new/memory.current", "9000000\n")
+    assert devices.available_memory(tmp_path) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux grants memory that is not there and lets it be limited")
+def test_memory_that_is_not_there_is_refused() -> None:
+    """Pieces that are each granted, twice what there is in all. Nothing is written to them: they cost nothing."""
+    greedy = """
+import sys, torch
+from pathlib import Path
+from macformer import device
+piece = device.available_memory(Path("/")) // 10
+if sys.argv[1] == "prepared":
+    device.prepare(torch.device("cpu"), 1)
+try:
+    kept = [torch.empty(piece, dtype=torch.uint8) for _ in range(20)]
+except RuntimeError as error:
+    print(device.is_out_of_memory(error))
+"""
+    for how, said in (("prepared", "True\n"), ("not", "")):
+        done = subprocess.run([sys.executable, "-c", greedy, how], capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stdout) == (0, said), done.stderr
