@@ -244,4 +244,5 @@ def measure(config: DictConfig) -> Cost:
         model = configs.build(config, "model", **asdict(task.spec))
         cost = cell.trainer.forecast(model, task, cell.device, config.seed, PATIENCE)
     seconds = cost.train_seconds + cost.evaluation_seconds
-    return Cost(seconds, mebibytes(cost.memory.peak_bytes), f"{cost.measured_steps} steps")
+    steps = f"{cost.measured_steps} step{'s' * (cost.measured_steps > 1)}"
+    return Cost(seconds, mebibytes(cost.memory.peak_bytes), steps)
