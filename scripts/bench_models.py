@@ -224,8 +224,8 @@ def race(
                 raise
             left_out.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
     left_out += [
-        f"{setting}: a step of {name} that needs more than {mebibytes(int(room))} keeps no freed memory and pays for it "
-        f"in page faults (the longest needs {mebibytes(peaks[name])})."
+        f"{setting}: a step of {name} that needs more than {mebibytes(int(room))} keeps no freed memory and pays "
+        f"for it in page faults (the longest needs {mebibytes(peaks[name])})."
         for name in peaks
         if peaks[name] > room
     ]
