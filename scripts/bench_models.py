@@ -54,7 +54,7 @@ from macformer.trainer import CLIP, EPS
 from scripts.bench_attention import flop as attention_flop
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = {"real": 25, "full": 5, "lengths": 10}  # at full length softmax takes up to minutes a step
+ROUNDS = {"real": 15, "full": 3, "lengths": 10}  # at full length softmax takes up to minutes a step
 EXAMPLES = {"train": 4096, "dev": 16, "test": 16}  # a few windows of buckets
 TASKS = {"listops": listops, "text": text, "retrieval": retrieval}
 TRUNKS = ("plain", "identity", "identity, ppSBN")
@@ -70,7 +70,7 @@ SETTINGS = {  # the one that can lack its data comes first
 }
 TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 ROOM = 0.8  # share of the free memory that a step may need: holes and torch itself take some
-SPREAD = 4  # resident bytes to live ones, at most (docs/log.md)
+SPREAD = 3  # resident bytes to live ones, at most (docs/log.md)
 Batch = tuple[Tensor, Tensor]
 Raced = tuple[dict[str, Any], list[str]]  # what was measured; a sentence for each model that is left out or slowed
 

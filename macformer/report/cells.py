@@ -54,6 +54,7 @@ class Race:
     time: float  # median of the rounds
     low: float
     high: float
+    rounds: int
     memory: float
 
 
@@ -98,6 +99,7 @@ class Column:
     noise: Noise | None
     twins_differ: list[int]  # seeds at which exp and trigh, the same model, have different outcomes
     fill: str | None  # the command that fills the empty cells
+    race_notes: list[str]  # what could not be raced, or not as it should
 
     @property
     def runs(self) -> list[Record]:
@@ -276,7 +278,8 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
     by_row: dict[str, dict[int, Record]] = defaultdict(dict)
     for run in runs:  # two records of one seed differ in a key that this task does not read: the first counts
         by_row[run.row].setdefault(run.record.seed, run.record)
-    raced = _races(task, runs, bench)
+    race = _raced(task, runs, bench)
+    raced = _races(race["arms"]) if race else {}
     cells = {row: Cell(row, row) for row in (*MODELS, *raced)}
     for row, by_seed in by_row.items():
         ordered = [by_seed[seed] for seed in sorted(by_seed)]
@@ -306,6 +309,7 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
         noise=statistics.noise({row: {s: float(each.mean()) for s, each in seeded[row].items()} for row in seeded}),
         twins_differ=[seed for seed in one if seed in other and not np.array_equal(one[seed], other[seed])],
         fill=_fill(task, [run.record for run in runs], [row for row in MODELS if not cells[row].runs]),
+        race_notes=[line for line in bench["left_out"] if line.startswith(race["setting"])] if bench and race else [],
     )
 
 
@@ -370,33 +374,39 @@ def _floors(task: str, floors: list[dict[str, Any]]) -> tuple[dict[str, float], 
     return dict(best["dev_accuracy"]), f"dev, {best['dev_examples']:,} examples"
 
 
-def _races(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str, Race]:
-    """Of each model that was raced at the batches of these runs, on their machine; without runs, at the paper's."""
-    config, machine = _paper(BASELINE, task).values, None
+def _raced(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The race at the batches of these runs, on their machine; without runs, at the paper's, on any."""
+    config, environment = _paper(BASELINE, task).values, None
     if runs:
         first = runs[0].record
-        config, machine = records.flat(first.config), first.environment
-        shape = [f"task.data.{key}" for key in ("length", "min_length", "max_length")]
-        if any(config.get(key) != _paper(BASELINE, task).values.get(key) for key in shape):
-            return {}
-    for result in bench["results"] if bench and config else ():
-        arms, raced_on = result["arms"], bench["environment"] if bench else {}
-        if (
-            (result["task"], result["padding"], result["bucket"]) == (task, config["pad"], config["bucket"])
-            and result["batch_size"] == config["trainer.batch_size"]
-            and (
-                not machine
-                or all(raced_on[key] == getattr(machine, key) for key in ("device_name", "threads", "precision"))
-            )
-            and BASELINE in arms
-        ):
-            return {name: _race(arm, arms[BASELINE]) for name, arm in arms.items() if _paper(name, task).values}
-    return {}
+        config, environment = records.flat(first.config), first.environment
+        sizes = [f"task.data.{key}" for key in ("length", "min_length", "max_length")]
+        if any(config.get(key) != _paper(BASELINE, task).values.get(key) for key in sizes):
+            return None
+    if not (bench and config):
+        return None
+    machine = bench["environment"]
+    if environment and any(
+        machine[key] != getattr(environment, key) for key in ("device_name", "threads", "precision")
+    ):
+        return None
+    batches = task, config["pad"], config["bucket"], config["trainer.batch_size"]
+    keys = ("task", "padding", "bucket", "batch_size")
+    return next((result for result in bench["results"] if tuple(result[key] for key in keys) == batches), None)
 
 
-def _race(arm: dict[str, Any], baseline: dict[str, Any]) -> Race:
-    ratios = [ours / theirs for ours, theirs in zip(arm["seconds"], baseline["seconds"], strict=True)]
-    return Race(median(ratios), min(ratios), max(ratios), arm["peak_bytes"] / baseline["peak_bytes"])
+def _races(arms: dict[str, Any]) -> dict[str, Race]:
+    """By model; what is raced besides models (a trunk alone) is left out, and all if the Transformer did not fit."""
+    baseline = arms.get(BASELINE)
+    if not baseline:
+        return {}
+    races = {}
+    for name, arm in arms.items():
+        if (ROOT / "configs" / "model" / f"{name}.yaml").exists():
+            ratios = [ours / theirs for ours, theirs in zip(arm["seconds"], baseline["seconds"], strict=True)]
+            memory = arm["peak_bytes"] / baseline["peak_bytes"]
+            races[name] = Race(median(ratios), min(ratios), max(ratios), len(ratios), memory)
+    return races
 
 
 def _fill(task: str, runs: list[Record], missing: list[str]) -> str | None:

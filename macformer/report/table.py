@@ -67,10 +67,12 @@ def notes(table: Table) -> list[str]:
     """What one must know to read the table, a line each."""
     lines = [line for column in table.columns for line in _notes(column)]
     if table.race_machine:
+        rounds = max(cell.race.rounds for _, cell in table.cells if cell.race)
         lines.append(
             f"raced: training steps of all models in turn on the same batches in one process, on {table.race_machine}; "
-            "median (range) of the rounds (`make bench`, results/bench/models.md)."
+            f"median (range) of {rounds} rounds (`make bench`, results/bench/models.md)."
         )
+    lines += [f"raced: {line}" for column in table.columns for line in column.race_notes]
     if table.conditions:
         lines.append(
             "**This is a shortened or changed protocol, not the paper's.** The full one (11,000 steps): "

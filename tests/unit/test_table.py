@@ -291,7 +291,16 @@ def test_raced_figures_stand_beside_those_of_the_runs(make: Make) -> None:
     ]
     assert row(text, "transformer_sdpa")[2] == "0.545 (0.500 to 0.550)"
     assert "raced: training steps of all models in turn on the same batches in one process, on Test CPU" in text
+    assert "- raced: listops-full is without macformer_exp: too large.\n" in text
+    assert "text-full is without rfa" not in text  # there is no race of Text
     assert len(row(text, "rfa", "text")) == 9
+
+
+def test_without_the_transformer_there_is_no_race_but_the_reason(make: Make) -> None:
+    arms = {name: arm for name, arm in BENCH["results"][0]["arms"].items() if name != "transformer"}
+    text = render([make("model=rfa")], bench=BENCH | {"results": [BENCH["results"][0] | {"arms": arms}]})
+    assert "time, raced" not in text
+    assert "- raced: listops-full is without macformer_exp: too large.\n" in text
 
 
 @pytest.mark.parametrize("change", ["pad=trim", "bucket=true", "trainer.batch_size=8", "task.data.max_length=100"])
