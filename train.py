@@ -220,13 +220,16 @@ def command() -> int:
         launchers = type(error).__module__.startswith(LAUNCHERS)
         if not (listed or launchers or isinstance(error, EXPECTED)):
             raise
-        if launchers or not listed:
+        if launchers or not any(" ".join(str(error).split()) in note for note in listed or ()):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 1 if listed else EXIT.get(getattr(error, "status", ""), 1)
     if HydraConfig.initialized():  # by a sweep, and for it
         notes = sweeps.Notes()
         if failed := notes.failures():
             print("\n".join([f"error: {len(failed)} of the sweep's runs failed:", *failed]), file=sys.stderr)
+            code = code or 1
+        if notes.unheard:
+            print(f"{notes.unheard} of the sweep's runs did not begin: the same command goes on", file=sys.stderr)
             code = code or 1
         if notes.stopped:
             code = 128 + notes.stopped

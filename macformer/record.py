@@ -13,11 +13,11 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from macformer.progress import duration, mebibytes
 
@@ -89,7 +89,7 @@ class Quality(Part):
 
 
 class Time(Part):
-    train_seconds: float  # all steps, warm-up and waiting for data included; no evaluation
+    train_seconds: Annotated[float, Field(gt=0)]  # all steps, warm-up and waiting for data included; no evaluation
     warmup_seconds: float
     data_wait_seconds: float
     evaluation_seconds: float
@@ -100,7 +100,7 @@ class Time(Part):
 
 
 class Memory(Part):
-    peak_bytes: int  # of training
+    peak_bytes: PositiveInt  # of training
     evaluation_peak_bytes: int | None = None
     reserved_bytes: int | None = None  # CUDA: what the allocator held, in training and in evaluation
     evaluation_reserved_bytes: int | None = None
@@ -140,6 +140,18 @@ class Record(Part):
     time: Time | None
     memory: Memory | None
     history: list[Point]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        """What is read out of many records at once must fit together."""
+        config = self.config
+        if (self.task, self.model, self.seed) != (config["task"]["name"], config["model"]["name"], config["seed"]):
+            raise ValueError("task, model or seed are not those of the configuration")
+        if self.status == "ok" and not (self.quality and self.time and self.memory):
+            raise ValueError("it is ok, but lacks quality, time or memory")
+        if self.quality and self.quality.test_examples != self.data.examples.get("test"):
+            raise ValueError("it was not tested on as many examples as its data have")
+        return self
 
 
 def decisive(config: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,16 @@ class Notes:
         self.folder = Path(hydra.sweep.dir) / "notes"
         self.launcher: str = hydra.runtime.choices["hydra/launcher"]
 
+    def begin(self, jobs: int) -> None:
+        """The folder may be one that the user named, and have notes of an earlier sweep."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        records.write_text(self.folder / "jobs", str(jobs))
+
+    @property
+    def unheard(self) -> int:
+        """Jobs that have not begun."""
+        return int((self.folder / "jobs").read_text()) - len(list(self.folder.glob("*.job")))
+
     @property
     def stopped(self) -> int:
         """The signal that stopped the sweep, or 0."""
@@ -72,13 +82,14 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)  # train.py asks for the sweep's folder when all is over
         notes = Notes()
+        notes.begin(len(expand(config)))
         if notes.launcher == "submitit_slurm" and not shutil.which("srun"):
             sys.exit("error: hydra/launcher=submitit_slurm needs SLURM, and there is no srun here: use sweep=joblib")
-        if self.announce:
-            announce(config, notes.launcher)
         if notes.launcher != "basic":
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, _ask)
+        if self.announce:
+            announce(config, notes.launcher)
 
 
 def _ask(number: int, frame: object) -> None:
@@ -101,11 +112,22 @@ class Cost:
 
 def announce(config: DictConfig, launcher: str) -> None:
     """How many cells, how long, and where."""
+    every = [compose(config, overrides) for overrides in expand(config)]
+    print(f"{len(every)} cells, by hydra/launcher={launcher}, their records in {config.paths.results}/runs", flush=True)
+    if launcher in HERE:
+        tell(*loaded(every), at_once(config, launcher))
+    else:
+        tell_from_records(every)
+    print(flush=True)
+
+
+def loaded(every: list[DictConfig]) -> tuple[list[tuple[Cell, Any]], Counter[str]]:
+    """The cells that can run, with their tasks; what is wrong with the others, and how often."""
     cells, problems = [], Counter[str]()
     tasks: dict[str, Any] = {}
-    for overrides in expand(config):
+    for config in every:
         try:
-            cell = Cell(compose(config, overrides))
+            cell = Cell(config)
             key = json.dumps([cell.resolved["task"], cell.resolved["paths"]])
             if key not in tasks:
                 tasks[key] = _loaded(cell)
@@ -115,15 +137,39 @@ def announce(config: DictConfig, launcher: str) -> None:
                 cells.append((cell, tasks[key]))
         except Exception as error:  # the cell will say it again, when its turn comes
             problems[str(error)] += 1
-    count = len(cells) + problems.total()
-    print(f"{count} cells, by hydra/launcher={launcher}, their records in {config.paths.results}/runs", flush=True)
-    for problem, times in problems.items():
-        print(f"  {times} will fail: {problem}")
-    if launcher in HERE:
-        tell(cells, at_once(config, launcher))
-    else:
-        print("  They run elsewhere: which of them are finished, and how long the others take, is known only there.")
-    print(flush=True)
+    return cells, problems
+
+
+def tell_from_records(every: list[DictConfig]) -> None:
+    """Of cells that run elsewhere: neither their device nor their data need be here."""
+    finished, unknown, left = 0, 0, 0.0
+    for config in every:
+        folder = records.path(config.paths.results, configs.container(config), "").parent
+        found = [record for record in map(records.finished, sorted(folder.glob("*.json"))) if record]
+        alike = [record for record in found if _kind(record.config) == _kind(configs.container(config))]
+        if any(record.seed == config.seed for record in alike):
+            finished += 1
+        elif alike:
+            left += _seconds(alike[0])
+        else:
+            unknown += 1
+    print(
+        f"  {finished} have records; the others take {duration(left)} one after the other, by records of other seeds"
+        f"{f', and {unknown} of them nobody has timed' if unknown else ''}"
+    )
+
+
+def _kind(config: dict[str, Any]) -> str:
+    """What decides a run's time, as far as it is known before it runs."""
+    kept = records.decisive(config)
+    trainer = {key: value for key, value in kept["trainer"].items() if key != "precision"}
+    return json.dumps(kept | {"seed": None, "device": None, "trainer": trainer}, sort_keys=True)
+
+
+def _seconds(record: records.Record) -> float:
+    """Of the whole run."""
+    assert record.time
+    return record.time.train_seconds + record.time.evaluation_seconds + record.time.pause_seconds
 
 
 def expand(config: DictConfig) -> list[list[str]]:
@@ -159,8 +205,10 @@ def at_once(config: DictConfig, launcher: str) -> int:
     return effective_n_jobs(config.hydra.launcher.n_jobs)
 
 
-def tell(cells: list[tuple[Cell, Any]], runs_at_once: int) -> None:
-    """What is finished, what goes on from a checkpoint, what begins; the time of one and of all."""
+def tell(cells: list[tuple[Cell, Any]], problems: Counter[str], runs_at_once: int) -> None:
+    """What will fail, what is finished, what goes on from a checkpoint, what begins; the time of one and of all."""
+    for problem, times in problems.items():
+        print(f"  {times} will fail: {problem}")
     costs: dict[str, Cost] = {}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     left, unknown = 0.0, 0
@@ -211,16 +259,13 @@ def recorded(cell: Cell, folder: Path, fingerprint: str) -> Cost | None:
         record = records.finished(file)
         if (
             record
-            and record.time
             and record.memory
             and record.data.fingerprint == fingerprint
             and record.environment.device_name == devices.describe(cell.device)
             and json.dumps(records.decisive(record.config) | {"seed": None}, sort_keys=True)
             == json.dumps(ours, sort_keys=True)
         ):
-            taken = record.time
-            seconds = taken.train_seconds + taken.evaluation_seconds + taken.pause_seconds
-            return Cost(seconds, mebibytes(record.memory.peak_bytes), f"seed {record.seed}")
+            return Cost(_seconds(record), mebibytes(record.memory.peak_bytes), f"seed {record.seed}")
     return None
 
 
@@ -233,6 +278,8 @@ def foretold(cell: Cell) -> Cost:
         return Cost(None, "too much", "a few steps")
     except BrokenProcessPool:
         return Cost(None, "killed", "a few steps")
+    except Exception as error:  # the cell will say it again, when its turn comes
+        return Cost(None, "", f"nothing: {error}")
 
 
 def measure(config: DictConfig) -> Cost:

@@ -112,6 +112,9 @@ class Stop:
     def __enter__(self) -> Self:
         here = threading.current_thread() is threading.main_thread()  # no other may set handlers
         self.before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
+        for number, handler in list(self.before.items()):
+            if callable(handler) and handler is not signal.default_int_handler:
+                del self.before[number]  # somebody else's: submitit's jobs go on after SIGTERM
         for number in self.before:
             signal.signal(number, self._ask)
         return self

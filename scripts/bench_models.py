@@ -154,10 +154,20 @@ def adamw(name: str, trained: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(trained: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor) -> None:
-    F.cross_entropy(trained(ids), labels).backward()
+    """In the precision that train.py takes on this device."""
+    precision = devices.choose_precision("auto", ids.device)
+    scaler = devices.scaler(ids.device, precision)
+    scaler.scale(loss(trained, ids, labels, precision)).backward()
+    scaler.unscale_(optimizer)
     nn.utils.clip_grad_value_(trained.parameters(), CLIP)
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad()
+
+
+def loss(trained: nn.Module, ids: Tensor, labels: Tensor, precision: devices.Precision) -> Tensor:
+    with devices.autocast(ids.device, precision):
+        return F.cross_entropy(trained(ids), labels)
 
 
 def flop(name: str, trained: nn.Module, ids: Tensor) -> int:
@@ -188,7 +198,8 @@ def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> int:
 
     def of(examples: int) -> int:
         def work() -> None:
-            F.cross_entropy(trained(ids[:examples]), labels[:examples]).backward()
+            precision = devices.choose_precision("auto", device)
+            loss(trained, ids[:examples], labels[:examples], precision).backward()
             optimizer.zero_grad()
 
         return devices.peak_bytes(device, [*trained.parameters(), *trained.buffers(), *moments], work)
@@ -480,7 +491,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left_out += out
     report = {
         "code": records.code().model_dump(),
-        "environment": records.environment(device.type, devices.describe(device), 1).model_dump(),
+        "environment": records.environment(
+            device.type, devices.describe(device), 1, devices.choose_precision("auto", device)
+        ).model_dump(),
         "left_out": left_out,
         "claims": claims(results),
         "results": results,

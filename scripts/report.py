@@ -23,8 +23,8 @@ def main() -> None:
     bench = cells.bench()
     tables = cells.tables(found, cells.floors(), bench)
     drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
-    lengths = figures.over_length(bench)
-    every = [figure for each in drawn for figure in each] + [lengths]
+    lengths = figures.over_length(bench) if bench else None
+    every = [figure for each in drawn for figure in each] + ([lengths] if lengths else [])
     for figure in every:
         records.write_bytes(folder / "figures" / f"{figure.name}.png", figure.png)
         records.write_bytes(folder / "figures" / f"{figure.name}.svg", figure.svg)

@@ -23,7 +23,10 @@ def main() -> None:
         records.write_text(folder / "tables" / f"table2.{ending}", text)
     if folder.resolve() == cells.ROOT / "results":  # the README shows this very table
         before, begin, rest = README.read_text().partition(BEGIN)
-        records.write_text(README, f"{before}{begin}\n\n{texts['md']}\n{END}{rest.partition(END)[2]}")
+        _, end, after = rest.partition(END)
+        if not end:
+            sys.exit(f"error: README.md lacks the lines {BEGIN} and {END}, between which the table goes")
+        records.write_text(README, f"{before}{begin}\n\n{texts['md']}\n{end}{after}")
     print(texts["md"])
     print(
         f"written to {folder}/tables: table2.{{{','.join(texts)}}}; after more runs: python scripts/table.py {folder}"

@@ -33,6 +33,7 @@ PAPER = json.loads((ROOT / "results" / "paper.json").read_text())
 MODELS = tuple(PAPER["accuracy"]["text"])  # in the paper's order
 TASKS = tuple(PAPER["accuracy"])
 BASELINE = "transformer"
+MACHINE = ("device_name", "threads", "precision", "torch")
 SEEDS = (0, 1, 2)  # of configs/experiment/table2.yaml
 # Device, threads and precision stand in the environment.
 NOT_CONDITIONS = ("name", "seed", "device", "threads", "precision", *records.NOT_IN_RUN_ID)
@@ -98,7 +99,7 @@ class Column:
     floors_of: str  # on what they were measured
     noise: Noise | None
     twins_differ: list[int]  # seeds at which exp and trigh, the same model, have different outcomes
-    fill: str | None  # the command that fills the empty cells
+    fill: list[str]  # the commands that fill the empty cells, and those with fewer seeds than others
     race_notes: list[str]  # what could not be raced, or not as it should
 
     @property
@@ -136,11 +137,15 @@ def load(results: Path) -> tuple[list[Record], list[str]]:
 
 
 def floors() -> list[dict[str, Any]]:
-    return json.loads((ROOT / "results" / "floors.json").read_text())["floors"]
+    """Of results/floors.json, if it is there."""
+    file = ROOT / "results" / "floors.json"
+    return json.loads(file.read_text())["floors"] if file.exists() else []
 
 
-def bench() -> dict[str, Any]:
-    return json.loads((ROOT / "results" / "bench" / "models.json").read_text())
+def bench() -> dict[str, Any] | None:
+    """Of results/bench/models.json, if it is there."""
+    file = ROOT / "results" / "bench" / "models.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def tables(found: Iterable[Record], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> list[Table]:
@@ -179,8 +184,9 @@ class Run:
     @property
     def machine(self) -> str:
         environment = self.record.environment
+        names = dict.fromkeys([*(session.device_name for session in self.record.sessions), environment.device_name])
         threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
-        return f"{environment.device_name} ({threads}, {environment.precision}, torch {environment.torch})"
+        return f"{' and '.join(names)} ({threads}, {environment.precision}, torch {environment.torch})"
 
 
 @dataclass
@@ -228,10 +234,12 @@ def _place(record: Record) -> Run:
         group, _, name = key.partition(".")
         original = paper.values.get(key)
         emptied = value is None and any(other.startswith(f"{key}.") for other in paper.values)  # a whole node
-        if (value == original and not emptied) or group in NOT_CONDITIONS or name in NOT_CONDITIONS:
+        if group in NOT_CONDITIONS or name in NOT_CONDITIONS:
             continue
-        if key in paper.follows and value == actual.get(paper.follows[key]):
-            continue  # said where it comes from
+        # What follows another key is said there, and must be said if it does not, even if it is the paper's value.
+        usual = actual.get(paper.follows[key]) if key in paper.follows else original
+        if value == usual and not emptied:
+            continue
         if group == "protocol" and key not in paper.follows.values():
             continue  # of another task
         change = f"{name or group} = {value}"
@@ -243,6 +251,8 @@ def _place(record: Record) -> Run:
             own.append(f"{record.task} {change}")
         else:
             shared.append(f"{group} {change}" if name else change)
+    for word in (word for word in record.overrides if word.startswith("~")):  # a key that was taken out
+        (row if word.startswith("~model") else shared).append(word)
     label = record.model + (f" ({', '.join(row)})" if row else "")
     return Run(record, label, tuple(shared), tuple(own))
 
@@ -298,17 +308,22 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
         cell.race = raced.get(row)
         _set_paper(cell, task, the_papers)
         if cell.runs:
-            _measure(cell, cells[BASELINE].runs, outcomes, max(known.values()))
+            _measure(cell, cells[BASELINE].runs, outcomes[row], max(known.values()))
     seeded = {row: dict(zip((run.seed for run in cells[row].runs), outcomes[row], strict=True)) for row in outcomes}
+    noise = statistics.noise({row: {s: float(each.mean()) for s, each in seeded[row].items()} for row in seeded})
+    for row in outcomes.keys() - {BASELINE} if BASELINE in outcomes else ():
+        digest = hashlib.sha256(outcomes[row].tobytes() + outcomes[BASELINE].tobytes()).digest()
+        entropy = int.from_bytes(digest[:8])
+        cells[row].versus = statistics.compare(outcomes[row], outcomes[BASELINE], noise, entropy)
     one, other = (seeded.get(twin, {}) for twin in TWINS)
     return Column(
         task=task,
         cells=cells,
         floors=known,
         floors_of=floors_of,
-        noise=statistics.noise({row: {s: float(each.mean()) for s, each in seeded[row].items()} for row in seeded}),
+        noise=noise,
         twins_differ=[seed for seed in one if seed in other and not np.array_equal(one[seed], other[seed])],
-        fill=_fill(task, [run.record for run in runs], [row for row in MODELS if not cells[row].runs]),
+        fill=_fill(task, cells, runs[0].record.overrides if runs else []),
         race_notes=[line for line in bench["left_out"] if line.startswith(race["setting"])] if bench and race else [],
     )
 
@@ -335,7 +350,7 @@ def _set_paper(cell: Cell, task: str, floors: dict[str, float]) -> None:
         cell.paper_beats_floor = cell.paper_low > max(floors.values())
 
 
-def _measure(cell: Cell, baseline: list[Record], outcomes: dict[str, Outcomes], floor: float) -> None:
+def _measure(cell: Cell, baseline: list[Record], outcomes: Outcomes, floor: float) -> None:
     """Fill in what the runs of a cell say."""
     seconds, their_seconds = ([run.time.train_seconds for run in runs if run.time] for runs in (cell.runs, baseline))
     peaks, their_peaks = (
@@ -343,14 +358,10 @@ def _measure(cell: Cell, baseline: list[Record], outcomes: dict[str, Outcomes], 
     )
     cell.seconds, cell.peak_bytes = mean(seconds), mean(peaks)
     cell.time, cell.memory = _ratio(seconds, their_seconds), _ratio(peaks, their_peaks)
-    ours = outcomes[cell.row]
-    each = ours.mean(1).tolist()
+    each = outcomes.mean(1).tolist()
     cell.accuracy = Measure(mean(each), stdev(each) if len(each) > 1 else None, len(each))
-    cell.low, cell.high = statistics.interval(ours)
+    cell.low, cell.high = statistics.interval(outcomes)
     cell.beats_floor = cell.low > floor
-    if baseline and cell.row != BASELINE:
-        digest = hashlib.sha256(ours.tobytes() + outcomes[BASELINE].tobytes()).digest()
-        cell.versus = statistics.compare(ours, outcomes[BASELINE], int.from_bytes(digest[:8]))
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> Measure | None:
@@ -379,16 +390,15 @@ def _raced(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str
     config, environment = _paper(BASELINE, task).values, None
     if runs:
         first = runs[0].record
-        config, environment = records.flat(first.config), first.environment
-        sizes = [f"task.data.{key}" for key in ("length", "min_length", "max_length")]
-        if any(config.get(key) != _paper(BASELINE, task).values.get(key) for key in sizes):
+        paper, config, environment = config, config | records.flat(first.config), first.environment
+        same = [f"task.data.{key}" for key in ("length", "min_length", "max_length")]
+        same += [f"trainer.{key}" for key in ("accumulate", "compile", "tf32")]
+        if any(config.get(key) != paper.get(key) for key in same):
             return None
     if not (bench and config):
         return None
     machine = bench["environment"]
-    if environment and any(
-        machine[key] != getattr(environment, key) for key in ("device_name", "threads", "precision")
-    ):
+    if environment and any(machine[key] != getattr(environment, key) for key in MACHINE):
         return None
     batches = task, config["pad"], config["bucket"], config["trainer.batch_size"]
     keys = ("task", "padding", "bucket", "batch_size")
@@ -409,13 +419,17 @@ def _races(arms: dict[str, Any]) -> dict[str, Race]:
     return races
 
 
-def _fill(task: str, runs: list[Record], missing: list[str]) -> str | None:
-    """The command that fills the empty cells of a task: that of a run that is there, with the other models."""
-    if not missing:
-        return None
-    seeds = sorted({run.seed for run in runs}) or SEEDS
-    words = [f"model={','.join(missing)}", f"task={task}", f"seed={','.join(map(str, seeds))}"]
-    if runs:
-        skip = ("model", "task=", "seed=", "force=", "paths.", "logger")
-        words += [shlex.quote(word) for word in runs[0].overrides if not word.startswith(skip)]
-    return f"python train.py -m {' '.join(words)}"
+def _fill(task: str, cells: dict[str, Cell], overrides: list[str]) -> list[str]:
+    """By the words of a run that is there: other models, and the seeds that they lack. Its folders are its own."""
+    seeds = {run.seed for cell in cells.values() for run in cell.runs} or set(SEEDS)
+    lacking: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for model in MODELS:
+        lacking[tuple(sorted(seeds - {run.seed for run in cells[model].runs}))].append(model)
+    skip = ("model", "task=", "seed=", "force=", "paths.data=", "paths.results=", "paths.outputs=", "logger")
+    kept = [word for word in overrides if not word.startswith(skip)]
+    kept = [f"{word.partition('=')[0]}=..." if word.startswith("paths.") else shlex.quote(word) for word in kept]
+    return [
+        f"python train.py -m model={','.join(models)} {' '.join([f'task={task}', f'seed={numbers}', *kept])}"
+        for numbers, models in ((",".join(map(str, lacked)), models) for lacked, models in sorted(lacking.items()))
+        if numbers
+    ]

@@ -10,6 +10,7 @@ from scipy import special  # not scipy.stats, which takes a second to import
 
 LEVEL = 0.05  # of a test; intervals hold 1 - LEVEL
 REPLICATES = 9_999
+KINDS = 64  # of examples, at most; with more of them the mean of their differences is normal
 TWINS = ("macformer_exp", "macformer_trigh")  # sinh + cosh is exp: one model under two names
 Outcomes = NDArray[np.bool_]
 
@@ -43,26 +44,34 @@ class Comparison:
     p: float
 
 
-def compare(ours: Outcomes, theirs: Outcomes, entropy: int) -> Comparison:
-    """Paired bootstrap over examples and seeds.
+def compare(ours: Outcomes, theirs: Outcomes, noise: "Noise | None", entropy: int) -> Comparison:
+    """Paired bootstrap over examples, with the seeds' part added to each replicate.
 
-    A replicate draws N examples, the same for both models, and adds what drawing S seeds of either does to its mean.
-    S drawn of S values vary by (S - 1) / S of what they should: that is put right. One seed says nothing of training.
+    A replicate draws N examples, the same for both models. Two or three seeds are too few to be drawn from: their part
+    is Student's t times the error of the two means, with the degrees of freedom of the spread pooled over all models,
+    or a model's own spread if that is larger. Without noise (no model has two seeds) training is left out.
     """
     rng = np.random.default_rng(entropy)
     N, seeds = ours.shape[1], len(ours) * len(theirs)
+    differences = len(theirs) * ours.sum(0) - len(ours) * theirs.sum(0)
     # Examples with equal differences are alike: to draw N of them is to draw how many of each kind.
-    kinds, counts = np.unique(len(theirs) * ours.sum(0) - len(ours) * theirs.sum(0), return_counts=True)
-    replicates = rng.multinomial(N, counts / N, REPLICATES) @ kinds / (N * seeds)
-    for sign, outcomes in ((1, ours), (-1, theirs)):
-        accuracies, S = outcomes.mean(1), len(outcomes)
-        if S > 1:
-            drawn = accuracies[rng.integers(S, size=(REPLICATES, S))].mean(1)
-            replicates += sign * (S / (S - 1)) ** 0.5 * (drawn - accuracies.mean())
+    kinds, counts = np.unique(differences, return_counts=True)
+    if len(kinds) <= KINDS:
+        replicates = rng.multinomial(N, counts / N, REPLICATES) @ kinds / (N * seeds)
+    else:
+        replicates = rng.normal(differences.mean(), differences.std() / N**0.5, REPLICATES) / seeds
+    if noise:
+        error = sum(max(noise.variance, _variance(each)) / len(each) for each in (ours, theirs)) ** 0.5
+        replicates += error * rng.standard_t(noise.degrees, REPLICATES)
     low, high = np.quantile(replicates, [LEVEL / 2, 1 - LEVEL / 2])
     tail = min((replicates <= 0).sum(), (replicates >= 0).sum())
     p = min(1.0, 2 * (1 + tail) / (1 + REPLICATES))
     return Comparison(float(ours.mean() - theirs.mean()), float(low), float(high), float(p))
+
+
+def _variance(outcomes: Outcomes) -> float:
+    """Of the seeds' accuracies."""
+    return float(outcomes.mean(1).var(ddof=1)) if len(outcomes) > 1 else 0.0
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -80,7 +89,8 @@ class Noise:
 
     floor: float  # the larger of the two below
     pooled: float  # sqrt(2) times the seed spread, pooled over all models
-    degrees: int  # of freedom of that spread
+    variance: float  # of that spread: of one run's accuracy
+    degrees: int  # of freedom
     twins: float | None  # of exp at one seed minus trigh at another
     largest: float | None  # of these differences
     pairs: int
@@ -95,8 +105,9 @@ def noise(accuracies: Mapping[str, Mapping[int, float]]) -> Noise | None:
     if not degrees:
         return None
     squares = sum(float(np.var(list(seeds.values()))) * len(seeds) for seeds in groups if seeds)
-    pooled = (2 * squares / degrees) ** 0.5
+    variance = squares / degrees
+    pooled = (2 * variance) ** 0.5
     apart = [one - other for (i, one), (j, other) in product(first.items(), second.items()) if i != j]
     twins = float(np.mean(np.square(apart)) ** 0.5) if apart else None
     largest = max(map(abs, apart)) if apart else None
-    return Noise(max(pooled, twins or 0.0), pooled, degrees, twins, largest, len(apart))
+    return Noise(max(pooled, twins or 0.0), pooled, variance, degrees, twins, largest, len(apart))

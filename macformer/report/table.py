@@ -24,8 +24,8 @@ LEGEND = (
     "Time and memory are means over the seeds, relative to the Transformer's; accuracy is in percent, ± its standard "
     "deviation over n seeds. Beside each stands the paper's value and the gap, ours minus the paper's. **Bold** "
     "(*italic*) is better (worse) than the Transformer: Holm-corrected p below 0.05 by a bootstrap over test examples "
-    f"and seeds, by more than the noise floor, with two seeds or more. {DAGGER}: not above the best floor, the "
-    "interval considered. Floors are what cheap predictors reach; the paper's values are held to those of its protocol."
+    f"and the seeds' spread, by more than the noise floor, with two seeds or more. {DAGGER}: not above the best "
+    "floor, the interval considered. Floors are what cheap predictors reach, for the paper's values under its protocol."
 )
 
 
@@ -78,7 +78,7 @@ def notes(table: Table) -> list[str]:
             "**This is a shortened or changed protocol, not the paper's.** The full one (11,000 steps): "
             f"`{table.full_command}`."
         )
-    lines += [f"to fill the empty cells of {c.task}: `{c.fill}`" for c in table.columns if c.fill]
+    lines += [f"to fill the empty cells of {c.task}: `{command}`" for c in table.columns for command in c.fill]
     return lines
 
 
@@ -100,11 +100,13 @@ def verdict(table: Table) -> list[str]:
 
 def _unsupported(table: Table) -> list[str]:
     said = []
-    rest = [cell for _, cell in table.cells if cell.versus and not cell.supported]
+    compared = [(column, cell) for column, cell in table.cells if cell.versus]
+    rest = [(column, cell) for column, cell in compared if not cell.supported]
     if rest:
-        single = sum(min(len(c.runs), len(column.cells[BASELINE].runs)) < 2 for column, c in table.cells if c in rest)
-        why = f" ({single} with one seed, so that the noise of training is not covered)" if single else ""
-        said.append(f"the difference from the Transformer in {len(rest)} other cell{'s' * (len(rest) > 1)}{why}")
+        single = sum(min(len(cell.runs), len(column.cells[BASELINE].runs)) < 2 for column, cell in rest)
+        why = f" ({single} with one seed, where nothing is)" if single else ""
+        which = f"{len(rest)} other" if len(rest) < len(compared) else f"all {len(rest)}"
+        said.append(f"the difference from the Transformer in {which} cell{'s' * (len(rest) > 1)}{why}")
     for ours, flag in (("our", "beats_floor"), ("the paper's", "paper_beats_floor")):
         judged = [(column.task, getattr(cell, flag)) for column, cell in table.cells if getattr(cell, flag) is not None]
         low, of = Counter(task for task, beats in judged if not beats), Counter(task for task, _ in judged)
@@ -151,6 +153,7 @@ def frame(column: Column) -> pd.DataFrame:
         rows[row] = shown
     for name, accuracy in column.floors.items():
         rows[f"floor: {name}"] = {"accuracy": f"{100 * accuracy:.2f}"}
+    rows = {row.replace("|", "\\|"): shown for row, shown in rows.items()}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(column.task).fillna("")
 
 
@@ -214,7 +217,7 @@ def _notes(column: Column) -> list[str]:
         if len(commits) > 1:
             lines.append(f"{column.task}: the runs are of several commits: {', '.join(commits)}.")
         if any(len(cell.runs) == 1 for cell in column.cells.values()):
-            lines.append(f"{column.task}: with one seed, interval and p cover the test set, not the noise of training.")
+            lines.append(f"{column.task}: with one seed the interval covers the test set, not the noise of training.")
         lines += _noise(column)
     if column.floors:
         lines.append(f"{column.task}: the floors were measured on {column.floors_of}.")
@@ -225,7 +228,7 @@ def _noise(column: Column) -> list[str]:
     """The A/A pair, and what two runs of one model differ by."""
     lines, noise = [], column.noise
     if not noise:
-        lines.append(f"{column.task}: no model has two seeds: the noise of training is not known.")
+        lines.append(f"{column.task}: no model has two seeds: the noise of training is not known, and p is without it.")
     else:
         twins = (
             f"{TWINS[0]} at one seed minus {TWINS[1]} at another, which is the same model: {100 * noise.twins:.2f}, at "
@@ -266,7 +269,8 @@ def _latex(table: Table) -> list[str]:
             lines.append(r"\midrule")
         lines.append(" & ".join(map(tex, [column.task, *shown])) + r" \\ \midrule")
         lines += [" & ".join(map(tex, [row, *values])) + r" \\" for row, *values in shown.itertuples(name=None)]
-    caption = " ".join([title(table) + ".", *verdict(table), LEGEND])
+    told = [line for column in table.columns for line in _notes(column)]
+    caption = " ".join([title(table) + ".", *verdict(table), LEGEND, *told])
     return [*lines, r"\bottomrule", r"\end{tabular}", rf"\caption{{{tex(caption)}}}", r"\end{table}", ""]
 
 
@@ -284,7 +288,7 @@ def tex(text: str) -> str:
 def csv(tables: list[Table]) -> str:
     """A line for each cell and each floor, for further use; accuracies as shares."""
     lines = [line for number, table in enumerate(tables) for line in _lines(number, table)]
-    return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n", float_format="%.6g")
+    return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n", float_format="%.9g")
 
 
 def _lines(number: int, table: Table) -> list[dict[str, Any]]:
