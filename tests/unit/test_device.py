@@ -383,9 +383,11 @@ def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: P
 def test_memory_that_is_not_there_is_refused() -> None:
     """Pieces that are each granted, twice what there is in all. Nothing is written to them: they cost nothing."""
     greedy = """
-import sys, torch
+import resource, sys, torch
 from pathlib import Path
 from macformer import device
+hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # the limit of runs in the process before this one is inherited
 piece = device.available_memory(Path("/")) // 10
 if sys.argv[1] == "prepared":
     device.prepare(torch.device("cpu"), 1)
