@@ -237,7 +237,7 @@ def _place(record: Record) -> Run:
         if group in NOT_CONDITIONS or name in NOT_CONDITIONS:
             continue
         # What follows another key is said there, and must be said if it does not, even if it is the paper's value.
-        usual = actual.get(paper.follows[key]) if key in paper.follows else original
+        usual = actual.get(paper.follows[key], original) if key in paper.follows else original
         if value == usual and not emptied:
             continue
         if group == "protocol" and key not in paper.follows.values():

@@ -28,7 +28,7 @@ FLOORS = [
 ]
 BENCH: dict[str, Any] = {
     "left_out": ["listops-full is without macformer_exp: too large.", "text-full is without rfa: too large."],
-    "environment": {"device_name": "Test CPU", "threads": 1, "precision": "float32"},
+    "environment": {"device_name": "Test CPU", "threads": 1, "precision": "float32", "torch": "2"},
     "results": [
         {"setting": "listops-full", "task": "listops", "padding": "full", "bucket": False, "batch_size": 32}
         | {
@@ -36,6 +36,7 @@ BENCH: dict[str, Any] = {
                 "transformer": {"seconds": [2.0, 2.2, 4.0], "peak_bytes": 1000},
                 "transformer_sdpa": {"seconds": [1.0, 1.2, 2.2], "peak_bytes": 300},
                 "rfa": {"seconds": [0.2, 0.2, 0.5], "peak_bytes": 250},
+                "identity, ppSBN": {"seconds": [0.1, 0.1, 0.2], "peak_bytes": 200},  # no model
             }
         }
     ],

@@ -1,7 +1,5 @@
 """Intervals, the paired bootstrap, Holm's correction and the noise floor: against scipy, and by their error rates."""
 
-import math
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -63,7 +61,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(seeds: int, spread: fl
 def test_the_bootstrap_over_examples_is_scipys() -> None:
     rng = np.random.default_rng(3)
     ours, theirs = runs(rng, 1, shift=0.01), runs(rng, 1)
-    found = statistics.compare(ours, theirs, entropy=0)
+    found = statistics.compare(ours, theirs, None, entropy=0)
     expected = stats.bootstrap(
         (ours[0].astype(float), theirs[0].astype(float)),
         lambda a, b, axis: (a - b).mean(axis),
@@ -80,31 +78,55 @@ def test_the_bootstrap_over_examples_is_scipys() -> None:
     assert found.p == pytest.approx(p, rel=0.15)
 
 
-def test_the_bootstrap_over_seeds_has_the_spread_of_two_means() -> None:
-    """So many examples that the seeds alone matter. Uncorrected, the interval would be a ninth narrower."""
+def pooled(*models: Outcomes) -> statistics.Noise | None:
+    return statistics.noise({str(i): dict(enumerate(model.mean(1).tolist())) for i, model in enumerate(models)})
+
+
+def test_the_seeds_part_is_students_for_two_means() -> None:
+    """So many examples that the seeds alone matter, and that their differences are of too many kinds to be drawn."""
     rng = np.random.default_rng(4)
-    ours, theirs = runs(rng, 5, 200_000, spread=0.03), runs(rng, 5, 200_000, spread=0.03)
-    found = statistics.compare(ours, theirs, entropy=0)
-    error = math.hypot(stats.sem(ours.mean(1)), stats.sem(theirs.mean(1)))
-    assert (found.high - found.low) / (2 * 1.96 * error) == pytest.approx(1, rel=0.04)
+    ours, theirs = runs(rng, 9, 200_000, spread=0.03), runs(rng, 8, 200_000, spread=0.03)
+    found = statistics.compare(ours, theirs, pooled(ours, theirs), entropy=0)
+    expected = stats.ttest_ind(ours.mean(1), theirs.mean(1))
+    low, high = expected.confidence_interval()
+    # A model's own spread counts if it is larger than the pooled one, so that ours is a little wider.
+    assert (high - low) < (found.high - found.low) < 1.1 * (high - low)
+    assert expected.pvalue < found.p + 0.01 < expected.pvalue + 0.06
 
 
-def test_a_real_difference_is_found_and_one_that_is_none_rarely() -> None:
-    """Of 300 comparisons of a model with itself, so many at p < 0.05 that more have probability 1e-4.
+def test_a_spread_of_other_models_counts_for_one_with_a_single_seed() -> None:
+    rng = np.random.default_rng(9)
+    ours, theirs, other = runs(rng, 1), runs(rng, 1), runs(rng, 4, spread=0.05)
+    alone, together = (statistics.compare(ours, theirs, pooled(*each), 0) for each in ((ours, theirs), (theirs, other)))
+    assert together.high - together.low > 2 * (alone.high - alone.low)
 
-    The examples' noise counts a little twice, which makes it rarer. Where seeds differ much more than examples, three
-    of them are too few for a bootstrap, and it is more often (docs/log.md): the noise floor is there for that.
+
+@pytest.mark.parametrize(("seeds", "spread"), [(2, 0.02), (3, 0.008), (3, 0.02)])
+def test_equal_models_rarely_differ(seeds: int, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of seven equal models, two of whose seeds vary less or more than the test set does.
+
+    Of 100 of them so many may have a p below 0.05 after Holm's correction that more have probability 1e-4 at 0.05.
     """
+    monkeypatch.setattr(statistics, "REPLICATES", 999)
+    rng, false = np.random.default_rng(seeds), 0
+    for table in range(100):
+        models = [runs(rng, seeds, spread=spread) for _ in range(7)]
+        noise = pooled(*models)
+        false += min(statistics.holm([statistics.compare(m, models[0], noise, table).p for m in models[1:]])) < 0.05
+    assert false <= stats.binom.ppf(1 - 1e-4, 100, 0.05)
+
+
+def test_a_real_difference_is_found() -> None:
     rng = np.random.default_rng(5)
-    same = [statistics.compare(runs(rng, 3, spread=0.008), runs(rng, 3, spread=0.008), i).p for i in range(300)]
-    assert sum(p < 0.05 for p in same) <= stats.binom.ppf(1 - 1e-4, 300, 0.05)
-    assert statistics.compare(runs(rng, 3, shift=0.05), runs(rng, 3), 0).p < 0.001
+    ours, theirs = runs(rng, 3, spread=0.004, shift=0.06), runs(rng, 3, spread=0.004)
+    assert statistics.compare(ours, theirs, pooled(ours, theirs), 0).p < 0.05
 
 
 def test_the_same_entropy_gives_the_same_figures() -> None:
     ours, theirs = runs(np.random.default_rng(6), 3), runs(np.random.default_rng(7), 2)
-    assert statistics.compare(ours, theirs, 1) == statistics.compare(ours, theirs, 1)
-    assert statistics.compare(ours, theirs, 1) != statistics.compare(ours, theirs, 2)
+    noise = pooled(ours, theirs)
+    assert statistics.compare(ours, theirs, noise, 1) == statistics.compare(ours, theirs, noise, 1)
+    assert statistics.compare(ours, theirs, noise, 1) != statistics.compare(ours, theirs, noise, 2)
 
 
 def test_holm() -> None:
@@ -133,6 +155,7 @@ def test_the_noise_floor_by_hand() -> None:
     assert noise.pairs == 1  # exp at 0, trigh at 1
     assert noise.twins == noise.largest == pytest.approx(0.04)
     assert noise.degrees == 2
-    assert noise.pooled == pytest.approx((2 * (0.0008 + 0.0008) / 2) ** 0.5)
+    assert noise.variance == pytest.approx((0.0008 + 0.0008) / 2)
+    assert noise.pooled == pytest.approx((2 * noise.variance) ** 0.5)
     assert statistics.noise({"rfa": {0: 0.3}, "macformer_exp": {0: 0.4}, "macformer_trigh": {0: 0.4}}) is None
     assert statistics.noise({}) is None
