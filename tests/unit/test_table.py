@@ -175,7 +175,7 @@ def test_a_key_that_came_after_the_record_changes_nothing(make: Make) -> None:
     del old.config["trainer"]["tf32"], old.config["bucket"], old.config["model"]["attention"]["features"]
     text = render([old], bench=BENCH)
     assert "NOT the paper's" not in text
-    assert row(text, "rfa")[ACCURACY] == "37.00 (n=1)"
+    assert "37.00 (n=1)" in row(text, "rfa")
 
 
 def test_two_records_of_one_seed_are_not_two_seeds(make: Make) -> None:
@@ -267,12 +267,12 @@ def test_a_difference_below_the_noise_floor_is_not_bold(make: Make) -> None:
     clear = three(make, "transformer", 0.40) + three(make, "rfa", 0.47)
     for model in ("macformer_log", "macformer_inv", "macformer_sqrt", "transformer_sdpa"):
         clear += three(make, model, 0.40)
-    assert row(render(clear), "rfa")[ACCURACY].startswith("**")
     noisy = [
         make(f"model={twin}", f"seed={seed}", accuracy=accuracy)
         for twin in statistics.TWINS
         for seed, accuracy in enumerate((0.33, 0.41))
     ]
+    assert row(render(clear), "rfa")[ACCURACY].startswith("**")
     text = render(clear + noisy)
     assert float(row(text, "rfa")[P]) < 0.05
     assert row(text, "rfa")[ACCURACY] == "47.00 ± 0.40 (n=3)"
@@ -295,10 +295,9 @@ def test_several_comparisons_are_corrected(make: Make) -> None:
 
 
 def test_twins_that_differ_at_one_seed_are_told(make: Make) -> None:
-    exp = make("model=macformer_exp")
-    twin = make("model=macformer_trigh").model_copy(update={"quality": exp.quality})
-    assert "WARNING" not in render([exp, twin])
-    text = render([exp, make("model=macformer_trigh")])
+    exp, other = make("model=macformer_exp"), make("model=macformer_trigh")
+    assert "WARNING" not in render([exp, other.model_copy(update={"quality": exp.quality})])
+    text = render([exp, other])
     assert "WARNING: macformer_exp and macformer_trigh are the same model, but have other outcomes at seed 0" in text
 
 
