@@ -47,7 +47,7 @@ format: setup ## let ruff format the code and sort the imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-table: setup ## turn the records in results/runs into results/tables/table2.md and print it
+table: setup ## turn the records in results/runs into Table 2 (results/tables, README) and print it
 	@$(BIN)/python scripts/table.py results
 
 report: setup ## the same records as a page with figures, results/report.html and results/figures
@@ -62,7 +62,7 @@ bench-attention: setup ## race all attentions over the length: time, memory, FLO
 bench-data: setup ## measure how fast data are made, packed and read, into results/bench (2 minutes, 4 GB of disk)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_data.py $(if $(IMDB),--imdb $(IMDB))
 
-golden: setup ## write the golden losses of tests/golden anew (only when a change of the numbers is meant)
+golden: setup ## write the golden losses and tables of tests/golden anew (only when a change of the numbers is meant)
 	$(BIN)/python -m tests.golden.regenerate
 
 clean: ## remove .venv, outputs and caches; data and results stay

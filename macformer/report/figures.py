@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator
 
 from macformer.report.cells import Cell, Column, Table
 
@@ -99,6 +100,7 @@ def over_length(bench: dict[str, Any]) -> Drawn:
     panel.set(xscale="log", yscale="log", xlabel="length n of a text", ylabel="seconds a step")
     panel.minorticks_off()
     panel.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter("{x:g}")
     panel.set_title(f"{title}, {bench['lengths']['tokens']:,} tokens a batch")
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
