@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from macformer import config as configs
 from macformer import record as records
+from macformer import sweep
+from scripts.bench_table import made_up
 from tests.conftest import ROOT
 
 TINY = ["trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"]
@@ -160,7 +163,7 @@ def test_more_memory_than_there_is_ends_one_run_and_not_the_sweep(tmp_path: Path
 
 def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Started) -> None:
     """joblib gives up then. What was at work is named; the same command goes on."""
-    words = ["train.py", "-m", *launcher("joblib"), "hydra.launcher.n_jobs=2", "model=rfa", "seed=0,1", *TINY]
+    words = ["train.py", "-m", *launcher("joblib"), "hydra.launcher.n_jobs=2", "model=rfa", "seed=0,1,2", *TINY]
     long = ["trainer.steps=100000", "trainer.checkpoint_every=100000", "trainer.evaluate_every=100000"]
     process = started(*words, *long, *paths(tmp_path))
     assert process.stdout
@@ -182,6 +185,55 @@ def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Start
         r"^error: A worker process managed by the executor was unexpectedly terminated", errors, re.MULTILINE
     )
     assert re.search(r"seed=\d.*: it began and has not told its end: it was killed, or is still at work", errors)
+    assert "1 of the sweep's runs did not begin: the same command goes on" in errors
+
+
+def test_notes_of_an_earlier_sweep_do_not_count(tmp_path: Path) -> None:
+    """The folder may be one that the user has named."""
+    notes = tmp_path / "sweep" / "notes"
+    records.write_text(notes / "stopped", "15")
+    records.write_text(notes / "00007.job", "an old failure")
+    done = program("train.py", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", *TINY, *paths(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "old failure" not in done.stderr
+    assert len(found(tmp_path)) == 2
+
+
+def test_cells_that_run_elsewhere_are_told_from_records(
+    composed: Callable[..., DictConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One has a record, another of its kind takes as long, a third kind is not known."""
+    words = [*TINY, "device=cuda", f"paths.results={tmp_path}"]  # there is none here
+    cells = [
+        composed(model, f"seed={seed}", *words) for model, seed in (("model=rfa", 0), ("model=rfa", 1), ("seed=0", 0))
+    ]
+    ran = configs.container(cells[0])
+    ran["trainer"]["precision"] = "float16"
+    record = made_up(ran, seconds=3600.0)
+    records.write(record, records.path(tmp_path, ran, record.run_id))
+    sweep.tell_from_records(cells)
+    assert capsys.readouterr().out.strip() == (
+        "1 have records; the others take 1:00:00 one after the other, by records of other seeds, "
+        "and 1 of them nobody has timed"
+    )
+
+
+@pytest.mark.slow
+def test_a_job_of_a_cluster_goes_on_after_sigterm(tmp_path: Path, started: Started) -> None:
+    """It comes before SLURM's own end of the job, and is submitit's to handle: the run must not end as interrupted."""
+    long = ["trainer.steps=1998", "trainer.checkpoint_every=20", "trainer.evaluate_every=1000"]
+    process = started("train.py", "-m", *launcher("submitit_local"), "seed=0", *TINY, *long, *paths(tmp_path))
+    while process.poll() is None and not list((tmp_path / "outputs").glob("*/checkpoint.pt")):
+        time.sleep(0.01)
+    (pickled,) = (tmp_path / "outputs").rglob("*_submitted.pkl")
+    jobs = subprocess.run(
+        ["pgrep", "-f", f"submitit.core._submit {pickled.parent.parent}"], capture_output=True, text=True
+    )
+    os.kill(int(jobs.stdout.split()[0]), signal.SIGTERM)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    (record,) = found(tmp_path)
+    assert (record.status, len(record.sessions)) == ("ok", 1)
 
 
 @pytest.mark.slow

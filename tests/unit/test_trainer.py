@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import itertools
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -546,3 +547,15 @@ def test_weights_and_biases_without_a_login_is_one_sentence(
     with pytest.raises(configs.ConfigError, match=r"^logger: mode=online does not work: .+; use mode=offline$"):
         train.run(cell("listops", "rfa", "logger=wandb", "logger.mode=online"), [])
     assert not list((tmp_path / "runs").rglob("*.json"))
+
+
+def test_a_signal_that_somebody_else_handles_is_left_to_them() -> None:
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        with trainer.Stop() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked == [signal.SIGTERM]
+            stop.check()
+    finally:
+        signal.signal(signal.SIGTERM, before)
