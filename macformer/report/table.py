@@ -104,9 +104,9 @@ def _unsupported(table: Table) -> list[str]:
     rest = [(column, cell) for column, cell in compared if not cell.supported]
     if rest:
         single = sum(min(len(cell.runs), len(column.cells[BASELINE].runs)) < 2 for column, cell in rest)
-        why = f" ({single} with one seed, where nothing is)" if single else ""
-        which = f"{len(rest)} other" if len(rest) < len(compared) else f"all {len(rest)}"
-        said.append(f"the difference from the Transformer in {which} cell{'s' * (len(rest) > 1)}{why}")
+        why = f" ({single} of them with one seed, where none is)" if single else ""
+        which = f"{len(rest)}{' other' * (len(rest) < len(compared))} cell{'s' * (len(rest) > 1)}"
+        said.append(f"the difference from the Transformer in {which}{why}")
     for ours, flag in (("our", "beats_floor"), ("the paper's", "paper_beats_floor")):
         judged = [(column.task, getattr(cell, flag)) for column, cell in table.cells if getattr(cell, flag) is not None]
         low, of = Counter(task for task, beats in judged if not beats), Counter(task for task, _ in judged)

@@ -259,7 +259,7 @@ def test_with_one_seed_nothing_is_bold(make: Make, few: str) -> None:
     )
     assert row(text, "rfa")[P] == "0.0002"  # the spread of the other's seeds is small
     assert row(text, "rfa")[ACCURACY].startswith("80.00")
-    assert "the difference from the Transformer in all 1 cell (1 with one seed, where nothing is)" in text
+    assert "the difference from the Transformer in 1 cell (1 of them with one seed, where none is)" in text
 
 
 def test_a_difference_below_the_noise_floor_is_not_bold(make: Make) -> None:
