@@ -144,8 +144,11 @@ class Record(Part):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         """What is read out of many records at once must fit together."""
-        config = self.config
-        if (self.task, self.model, self.seed) != (config["task"]["name"], config["model"]["name"], config["seed"]):
+        try:
+            names = self.config["task"]["name"], self.config["model"]["name"], self.config["seed"]
+        except (KeyError, TypeError):
+            raise ValueError("its configuration has no task, model or seed") from None
+        if names != (self.task, self.model, self.seed):
             raise ValueError("task, model or seed are not those of the configuration")
         if self.status == "ok" and not (self.quality and self.time and self.memory):
             raise ValueError("it is ok, but lacks quality, time or memory")

@@ -400,7 +400,7 @@ def _raced(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str
     machine = bench["environment"]
     if environment and any(machine[key] != getattr(environment, key) for key in MACHINE):
         return None
-    batches = task, config["pad"], config["bucket"], config["trainer.batch_size"]
+    batches = task, config.get("pad"), config.get("bucket"), config.get("trainer.batch_size")
     keys = ("task", "padding", "bucket", "batch_size")
     return next((result for result in bench["results"] if tuple(result[key] for key in keys) == batches), None)
 

@@ -392,6 +392,7 @@ def test_bad_files_are_named_and_left_out_and_the_rest_comes(make: Make, tmp_pat
     spoil(other, runs / "no_time.json", time=None)
     spoil(other, runs / "fast.json", time__train_seconds=0.0)
     spoil(other, runs / "renamed.json", model="transformer")
+    spoil(other, runs / "bare.json", config={})
     found, problems = cells.load(tmp_path)
     text = render(found, problems=problems)
     left_out = text.partition("**Files left out**")[2]
@@ -405,6 +406,7 @@ def test_bad_files_are_named_and_left_out_and_the_rest_comes(make: Make, tmp_pat
         ("other", "is not a run record of schema 2: .*not tested on as many examples"),
         ("no_time", "is not a run record of schema 2: .*it is ok, but lacks quality, time or memory"),
         ("fast", "is not a run record of schema 2: time.train_seconds"),
+        ("bare", "is not a run record of schema 2: .*its configuration has no task, model or seed"),
         ("renamed", "is not a run record of schema 2: .*task, model or seed are not those of the configuration"),
         ("short", "is not a run record of schema 2: quality .+1992 test outcomes for 2000 examples"),
     ):
