@@ -52,8 +52,12 @@ def bench() -> dict[str, Any]:
     crossing = {"model": "macformer_exp", "baseline": "transformer_sdpa", "n": 256.0, "low": 200.0, "high": 300.0}
     none = {"model": "rfa", "baseline": "transformer", "n": None, "low": None, "high": None}
     return {
-        "environment": {"device_name": "Test CPU", "threads": 1, "precision": "float32"},
-        "results": [{"task": "listops", "padding": "full", "bucket": False, "batch_size": 32, "arms": arms(2.0)}],
+        "environment": {"device_name": "Test CPU", "threads": 1, "precision": "float32", "torch": "2"},
+        "left_out": [],
+        "results": [
+            {"setting": "listops-full", "task": "listops", "padding": "full", "bucket": False, "batch_size": 32}
+            | {"arms": arms(2.0)}
+        ],
         "lengths": {
             "tokens": 8192,
             "results": [{"n": 2**i, "arms": arms(2**i / 512)} for i in range(6, 13)],
