@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from macformer.progress import duration, mebibytes
 
@@ -100,7 +100,7 @@ class Time(Part):
 
 
 class Memory(Part):
-    peak_bytes: PositiveInt  # of training
+    peak_bytes: int  # of training
     evaluation_peak_bytes: int | None = None
     reserved_bytes: int | None = None  # CUDA: what the allocator held, in training and in evaluation
     evaluation_reserved_bytes: int | None = None
@@ -150,7 +150,7 @@ class Record(Part):
             raise ValueError("its configuration has no task, model or seed") from None
         if names != (self.task, self.model, self.seed):
             raise ValueError("task, model or seed are not those of the configuration")
-        if self.status == "ok" and not (self.quality and self.time and self.memory):
+        if self.status == "ok" and not (self.quality and self.time and self.memory and self.memory.peak_bytes > 0):
             raise ValueError("it is ok, but lacks quality, time or memory")
         if self.quality and self.quality.test_examples != self.data.examples.get("test"):
             raise ValueError("it was not tested on as many examples as its data have")
