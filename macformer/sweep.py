@@ -43,15 +43,14 @@ class Notes:
         self.folder = Path(hydra.sweep.dir) / "notes"
         self.launcher: str = hydra.runtime.choices["hydra/launcher"]
 
-    def begin(self, jobs: int) -> None:
-        """The folder may be one that the user named, and have notes of an earlier sweep."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def expect(self, jobs: int) -> None:
         records.write_text(self.folder / "jobs", str(jobs))
 
     @property
     def unheard(self) -> int:
-        """Jobs that have not begun."""
-        return int((self.folder / "jobs").read_text()) - len(list(self.folder.glob("*.job")))
+        """Jobs that have not begun, as far as the sweeper is Hydra's own, which tells how many there are."""
+        file = self.folder / "jobs"
+        return int(file.read_text()) - len(list(self.folder.glob("*.job"))) if file.exists() else 0
 
     @property
     def stopped(self) -> int:
@@ -82,12 +81,13 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         HydraConfig.instance().set_config(config)  # train.py asks for the sweep's folder when all is over
         notes = Notes()
-        notes.begin(len(expand(config)))
+        shutil.rmtree(notes.folder, ignore_errors=True)  # of an earlier sweep, if the user has named the folder
         if notes.launcher == "submitit_slurm" and not shutil.which("srun"):
             sys.exit("error: hydra/launcher=submitit_slurm needs SLURM, and there is no srun here: use sweep=joblib")
         if notes.launcher != "basic":
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, _ask)
+        notes.expect(len(expand(config)))  # which another sweeper than Hydra's own may not let us know
         if self.announce:
             announce(config, notes.launcher)
 
