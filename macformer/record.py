@@ -185,15 +185,19 @@ def read(file: Path) -> Record:
     """A record, or ValueError with one sentence on what is wrong with the file."""
     text = file.read_bytes()
     try:
-        version = json.loads(text)["schema_version"]
+        record = Record.model_validate_json(text)
+        version = record.schema_version
+    except ValueError as error:  # of pydantic
+        try:
+            version = json.loads(text)["schema_version"]
+        except (ValueError, KeyError, TypeError):
+            version = SCHEMA
         if version == SCHEMA:
-            return Record.model_validate_json(text)
-    except (KeyError, TypeError):
-        raise ValueError(f"{file} is not a run record: it has no schema_version") from None
-    except ValueError as error:  # of json and of pydantic
-        said = " ".join(str(error).splitlines()[1:3] or [str(error)])
-        raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {said}") from None
-    raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew")
+            said = " ".join(str(error).splitlines()[1:3])
+            raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {said}") from None
+    if version != SCHEMA:
+        raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew")
+    return record
 
 
 def finished(file: Path) -> Record | None:

@@ -197,6 +197,7 @@ class Paper:
     follows: dict[str, str]  # keys that take the value of another one
 
 
+@cache
 def _paper(model: str, task: str) -> Paper:
     """Empty for a model or task that has no YAML any more."""
     of_model, of_task = _composed(f"model={model}"), _composed(f"task={task}")

@@ -399,7 +399,7 @@ def test_bad_files_are_named_and_left_out_and_the_rest_comes(make: Make, tmp_pat
     for name, why in (
         ("truncated", "is not a run record of schema 2: "),
         ("binary", "is not a run record of schema 2: "),
-        ("list", "is not a run record: it has no schema_version"),
+        ("list", "is not a run record of schema 2: .*should be an object"),
         ("old", "has schema 1, and schema 2 is read here: run it anew"),
         ("unknown", "is not a run record of schema 2: surprise"),
         ("tampered", "is not a run record of schema 2: quality .+its test outcomes do not have its test accuracy"),
