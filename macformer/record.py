@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from macformer.progress import duration, mebibytes
 
@@ -187,13 +187,14 @@ def read(file: Path) -> Record:
     try:
         record = Record.model_validate_json(text)
         version = record.schema_version
-    except ValueError as error:  # of pydantic
+    except ValidationError as error:
         try:
             version = json.loads(text)["schema_version"]
         except (ValueError, KeyError, TypeError):
             version = SCHEMA
         if version == SCHEMA:
-            said = " ".join(str(error).splitlines()[1:3])
+            first = error.errors()[0]
+            said = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
             raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {said}") from None
     if version != SCHEMA:
         raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew")
