@@ -38,7 +38,7 @@ def composed() -> Iterator[Callable[..., DictConfig]]:
         try:
             config = compose("train", list(overrides), return_hydra_config=True)
         except MissingConfigException as error:
-            if str(error.missing_cfg_file).startswith("hydra/launcher/"):
+            if error.missing_cfg_file == "hydra/launcher/ray":  # the others are installed by `make setup`
                 pytest.skip(explain(error))
             raise
         HydraConfig.instance().set_config(config.copy())  # where ${hydra:...} is looked up
