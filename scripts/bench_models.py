@@ -29,7 +29,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -185,14 +185,10 @@ def flop(name: str, trained: nn.Module, ids: Tensor) -> int:
     return sizes["layers"] * 2 * tokens * linear + sum(attention_flop(m, tokens // n, heads, n) for m in attentions)
 
 
-def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> int:
-    """Peak bytes of a pass with parameters and optimiser state, no other model alive; MemoryError if it would not fit.
-
-    What it will need is foretold from one and two examples: activations are linear in the batch.
-    """
-    trained = model(name, spec).to(device).train()
-    optimizer = adamw(name, trained)
+def peaks_of(trained: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Callable[[int], int]:
+    """Number of examples -> peak bytes of a pass over them, with parameters and optimiser state."""
     ids, labels = batch
+    device = ids.device
     step(trained, optimizer, ids[:1], labels[:1])  # the optimiser has its moments now
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
@@ -204,11 +200,23 @@ def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> int:
 
         return devices.peak_bytes(device, [*trained.parameters(), *trained.buffers(), *moments], work)
 
-    one, two = of(1), of(2)
-    need, free = one + (len(ids) - 1) * (two - one), devices.free_bytes(device)
+    return of
+
+
+def foretold(of: Callable[[int], int], examples: int) -> int:
+    """From one and two examples: activations are linear in the batch."""
+    one = of(1)
+    return one + (examples - 1) * (of(2) - one)
+
+
+def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> int:
+    """Peak bytes of a pass over the batch, no other model alive; MemoryError if it would not fit."""
+    trained = model(name, spec).to(device).train()
+    of, examples = peaks_of(trained, adamw(name, trained), batch), len(batch[0])
+    need, free = foretold(of, examples), devices.free_bytes(device)
     if free is not None and need > ROOM * free:
         raise MemoryError(f"a step would need {mebibytes(need)}, and {mebibytes(free)} are free")
-    return of(len(ids))
+    return of(examples)
 
 
 def race(

@@ -11,6 +11,15 @@ README = cells.ROOT / "README.md"
 BEGIN, END = "<!-- written by `make table` -->", "<!-- until here -->"
 
 
+def write_block(begin: str, end: str, text: str) -> None:
+    """Put it into the README, between these two lines."""
+    before, found, rest = README.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        sys.exit(f"error: README.md lacks the lines {begin} and {end}, between which this goes")
+    records.write_text(README, f"{before}{begin}\n\n{text}\n{end}{after}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
@@ -22,11 +31,7 @@ def main() -> None:
     for ending, text in texts.items():
         records.write_text(folder / "tables" / f"table2.{ending}", text)
     if folder.resolve() == cells.ROOT / "results":  # the README shows this very table
-        before, begin, rest = README.read_text().partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not end:
-            sys.exit(f"error: README.md lacks the lines {BEGIN} and {END}, between which the table goes")
-        records.write_text(README, f"{before}{begin}\n\n{texts['md']}\n{end}{after}")
+        write_block(BEGIN, END, texts["md"])
     print(texts["md"])
     print(
         f"written to {folder}/tables: table2.{{{','.join(texts)}}}; after more runs: python scripts/table.py {folder}"

@@ -7,6 +7,7 @@ maps of D features: that is how many thousand draws are had. Shapes: n keys, d w
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -228,8 +229,8 @@ def bound_holds(id: str, what: str, case: Case, kernel: str, chunks: int) -> Fin
         id,
         "Theorem 2",
         f"P(|RMFA - attention| > eps) is at most 2D exp(-D eps^2 / 2L^2): {what}",
-        f"{above} of {len(figures)} tails are above the bound{violated if above else ''}. {100 - 100 * last['bound']:g}% "
-        f"of the errors at D = {last['D']} are below {last['quantile']:.2g} L; the bound says {last['eps']:.2f} L",
+        f"{above} of {len(figures)} tails are above the bound{violated if above else ''}. "
+        f"{100 - 100 * last['bound']:g}% of the errors at D = {last['D']} are below {last['quantile']:.2g} L; the bound says {last['eps']:.2f} L",
         worst(verdicts),
         "python -m scripts.claims T2",
         {"tails": figures},
@@ -285,9 +286,9 @@ def _restored(id: str, name: str, values: Callable[..., Tensor], raw: Callable[.
     return Finding(
         id,
         "Theorem 3",
-        f"with the right gamma and beta, post-SBN turns attention on pre-SBN inputs into that on raw ones again ({name})",
+        f"with the right gamma and beta, post-SBN makes of attention on pre-SBN inputs that on raw ones ({name})",
         f"squared error relative to |attention - mean(V)|^2: {left['nothing']:.2f} without post-SBN, "
-        f"{left['post-SBN']:.2f} with the best gamma, beta for each channel (beta: median {sorted(betas)[repeats // 2]:.2g}), "
+        f"{left['post-SBN']:.2f} with the best gamma, beta for each channel (median of beta {median(betas):.2g}), "
         f"{left['temperature']:.2f} with one temperature on the logits instead. Pre-SBN leaves "
         f"{100 * student(sizes).value:.1f}% of the deviation from the mean",
         at_most(left["post-SBN"], RESTORED),

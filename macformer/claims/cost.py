@@ -1,0 +1,167 @@
+"""What attention costs: products counted, and time measured, each as a power of the length and of the features.
+
+Shapes: B batch, H heads, n length, d head width, D features.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from macformer import device as devices
+from macformer.attention import RMFAttention, SoftmaxAttention
+from macformer.claims.finding import Finding, Interval, Verdict, at_most, slopes, student, worst
+from macformer.ppsbn import PreSBN
+
+HEAD_DIM, FEATURES = 64, 128
+LENGTHS = (1024, 2048, 4096, 8192)
+WIDTHS = (256, 512, 1024, 2048)
+HEADS_DIMS = (32, 64, 128, 256)
+LINEAR, QUADRATIC = 1.1, (1.8, 2.2)  # exponents that pass for one and for two
+TURN = 0.02  # seconds that an attention is called for when it is its turn, if one call does not take longer
+ROUNDS = 10
+Make = Callable[[int, int, int], nn.Module]  # d, D, seed
+
+
+def rmfa(d: int, D: int, seed: int) -> nn.Module:
+    return RMFAttention(d, D, generator=torch.Generator().manual_seed(seed))
+
+
+def explicit(d: int, D: int, seed: int) -> nn.Module:
+    return SoftmaxAttention()
+
+
+def sdpa(d: int, D: int, seed: int) -> nn.Module:
+    return SoftmaxAttention(implementation="sdpa")
+
+
+def cost(effort: int = 1) -> list[Finding]:
+    return [
+        products(rmfa),
+        *over_length(measure_lengths(ROUNDS * effort)),
+        over_features(measure_features(ROUNDS * effort)),
+    ]
+
+
+def inputs(n: int, d: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
+    """After pre-SBN."""
+    q, k, v = (torch.randn(1, 1, n, d, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    return PreSBN(1e-12)(q), PreSBN(1e-12)(k), v
+
+
+def products(make: Make) -> Finding:
+    """Multiplications in matrix products, by torch's own count; the mean of ten draws."""
+
+    def count(n: int = 1024, d: int = HEAD_DIM, D: int = 2048) -> float:
+        total = 0
+        for seed in range(10):
+            attention, data = make(d, D, seed), inputs(n, d)
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                attention(*data)
+            total += counter.get_total_flops()
+        return total / 10
+
+    counts = {
+        "n": (LENGTHS, [count(n=n) for n in LENGTHS]),
+        "d": (HEADS_DIMS, [count(d=d) for d in HEADS_DIMS]),
+        "D": (WIDTHS, [count(D=D) for D in WIDTHS]),
+    }
+    exponents = {name: slopes(at, [found])[0] for name, (at, found) in counts.items()}
+    return Finding(
+        "C.products",
+        "Random Maclaurin Feature Attention, Figure 2",
+        "RMFA takes O(n d D) operations",
+        "exponents of the counted multiplications: "
+        + ", ".join(f"{exponents[name]:.2f} in {name} ({at[0]:,} to {at[-1]:,})" for name, (at, _) in counts.items())
+        + ", the others at n, d, D = 1,024, 64, 2,048",
+        worst([at_most(Interval(e, e, e), LINEAR) for e in exponents.values()]),
+        "python -m scripts.claims C",
+        {"exponents": exponents, "flop": {name: list(found) for name, (_, found) in counts.items()}},
+    )
+
+
+def timed(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call in each round. Arms take turns, in a new order each round; round 0 is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    cpu, order = torch.device("cpu"), random.Random(0)
+    for number in range(rounds + 1):
+        for name in order.sample(list(arms), len(arms)):
+            begin, calls = devices.now(cpu), 0
+            while calls == 0 or devices.now(cpu) - begin < TURN:
+                arms[name]()
+                calls += 1
+            if number:
+                seconds[name].append((devices.now(cpu) - begin) / calls)
+    return seconds
+
+
+def measure_lengths(rounds: int, makes: Sequence[Make] = (rmfa, explicit, sdpa)) -> dict[str, list[list[float]]]:
+    """By attention: a row a round, a column a length."""
+    arms = {}
+    for n in LENGTHS:
+        data = inputs(n)
+        for make in makes:
+            arms[f"{make.__name__} {n}"] = _call(make(HEAD_DIM, FEATURES, 0), data)
+    return _rows(timed(arms, rounds), [make.__name__ for make in makes], LENGTHS)
+
+
+def measure_features(rounds: int) -> dict[str, list[list[float]]]:
+    data = inputs(LENGTHS[1])
+    return _rows(timed({f"rmfa {D}": _call(rmfa(HEAD_DIM, D, 0), data) for D in WIDTHS}, rounds), ["rmfa"], WIDTHS)
+
+
+def _call(attention: nn.Module, data: tuple[Tensor, Tensor, Tensor]) -> Callable[[], object]:
+    @torch.no_grad()
+    def call() -> object:
+        return attention(*data)
+
+    return call
+
+
+def _rows(seconds: dict[str, list[float]], names: Sequence[str], at: Sequence[int]) -> dict[str, list[list[float]]]:
+    return {name: [list(row) for row in zip(*(seconds[f"{name} {x}"] for x in at), strict=True)] for name in names}
+
+
+def over_length(seconds: dict[str, list[list[float]]]) -> list[Finding]:
+    said = {
+        "rmfa": ("C.length", f"the time of RMFA (D = {FEATURES}) is linear in the length"),
+        "explicit": ("C.softmax", "the time of softmax attention is quadratic in the length"),
+        "sdpa": ("C.sdpa", "the same, with torch's fused softmax attention (SDPA)"),
+    }
+    found = []
+    for name, rounds in seconds.items():
+        exponent = student(slopes(LENGTHS, rounds))
+        verdict = at_most(exponent, LINEAR) if name == "rmfa" else about_two(exponent)
+        found.append(_timed_finding(*said[name], f"n = {LENGTHS[0]:,} to {LENGTHS[-1]:,}", exponent, rounds, verdict))
+    return found
+
+
+def over_features(seconds: dict[str, list[list[float]]]) -> Finding:
+    exponent = student(slopes(WIDTHS, seconds["rmfa"]))
+    over = f"D = {WIDTHS[0]} to {WIDTHS[-1]:,}, n = {LENGTHS[1]:,}"
+    claim = "the time of RMFA is linear in the number of features"
+    return _timed_finding("C.features", claim, over, exponent, seconds["rmfa"], at_most(exponent, LINEAR))
+
+
+def about_two(exponent: Interval) -> Verdict:
+    low, high = QUADRATIC
+    if exponent.within(low, high):
+        return "reproduced"
+    return "not reproduced" if exponent.high < low or exponent.low > high else "inconclusive"
+
+
+def _timed_finding(
+    id: str, claim: str, over: str, exponent: Interval, rounds: list[list[float]], verdict: Verdict
+) -> Finding:
+    return Finding(
+        id,
+        "Random Maclaurin Feature Attention, Figure 2",
+        claim,
+        f"exponent of the time over {over}: {exponent:.2f} ({len(rounds)} rounds in turn, d = {HEAD_DIM}, one thread)",
+        verdict,
+        "python -m scripts.claims C",
+        {"exponent": [exponent.value, exponent.low, exponent.high], "seconds": rounds},
+        clock=True,
+    )

@@ -1,0 +1,373 @@
+"""The paper's experiments, judged from files that other commands write: no torch, nothing is measured here.
+
+    figure 3   results/figures/rmfa.json, by `make figure-rmfa`
+    figure 4   results/figures/ppsbn.json, by `make figure-ppsbn`
+    table 2    results/runs, by train.py; results/bench/models.json, by `make bench`; the paper's own numbers
+
+Where a file is not there the claim cannot be checked, and its command says what makes it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from statistics import NormalDist, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from macformer.claims.finding import Finding, Interval, Verdict, slopes, student, worst
+from macformer.report.cells import BASELINE, MODELS, PAPER, TASKS, Table
+from macformer.report.statistics import LEVEL, TWINS
+
+Array = NDArray[np.float64]
+CLOSE = 0.15  # relative, of memory: allocators and precisions differ
+FLAT = 0.05  # an exponent below this is none
+PAPER_WIDTH = 128  # D on LRA
+MACFORMERS = tuple(model for model in MODELS if model.startswith("macformer"))
+
+
+def missing(id: str, where: str, claim: str, lacks: str, command: str, clock: bool = False) -> Finding:
+    return Finding(id, where, claim, lacks, "cannot be checked here", command, clock=clock)
+
+
+def all_of(
+    intervals: Sequence[Interval], holds: Callable[[Interval], bool], fails: Callable[[Interval], bool]
+) -> Verdict:
+    """Of a claim about every one of them."""
+    if any(map(fails, intervals)):
+        return "not reproduced"
+    return "reproduced" if all(map(holds, intervals)) else "inconclusive"
+
+
+def falls(interval: Interval) -> bool:
+    return interval.high < 0
+
+
+def rises(interval: Interval) -> bool:
+    return interval.low > 0
+
+
+def figure3(report: dict[str, Any] | None) -> list[Finding]:
+    """`report` as in results/figures/rmfa.json."""
+    told = {
+        "F3.features": "the error falls with D",
+        "F3.returns": "the more features there are, the less one more brings",
+        "F3.length": "the error grows with the length",
+        "F3.useful": f"RMFA approximates attention (better than averaging V, at the LRA runs' D = {PAPER_WIDTH})",
+        "F3.faster": "RMFA is faster than softmax attention at every length and D",
+        "F3.longer": "the acceleration grows with the length",
+        "F3.wider": "the acceleration falls with D",
+        "F3.sdpa": "not the paper's: so it is against torch's fused softmax attention (SDPA)",
+    }
+    timed = ("F3.faster", "F3.longer", "F3.wider", "F3.sdpa")
+    command = "make figure-rmfa claims"
+    if report is None:
+        lacks = "results/figures/rmfa.json is not there"
+        return [missing(id, "Figure 3", claim, lacks, command, id in timed) for id, claim in told.items()]
+
+    lengths, features = report["lengths"], report["features"]
+    cells = {(cell["n"], cell["D"]): cell for cell in report["cells"]}
+    softmax = {row["n"]: row for row in report["softmax"]}
+    repeats, batch = report["settings"]["repeats"], report["settings"]["batch"]
+
+    def grid(of: Callable[[int, int], Sequence[float]]) -> Array:
+        """(repeats, lengths, features)."""
+        return np.array([[of(n, D) for D in features] for n in lengths]).transpose(2, 0, 1)
+
+    def powers(at: Sequence[int], values: Array) -> Array:
+        """Exponents along the last axis: (repeats, others)."""
+        return np.array([slopes(at, rows) for rows in values])
+
+    def each(samples: Array) -> list[Interval]:
+        """(repeats, comparisons)."""
+        return [student(column, samples.shape[1]) for column in samples.T.tolist()]
+
+    def errors(name: str) -> Array:
+        return grid(lambda n, D: cells[n, D][name])
+
+    def gains(to: str) -> Array:
+        """How many times as fast."""
+        return grid(lambda n, D: np.divide(softmax[n][to], cells[n, D]["seconds"]).tolist())
+
+    found: list[Finding] = []
+
+    def add(id: str, measured: str, verdict: Verdict, figures: dict[str, Any]) -> None:
+        conditions = f" (batch {batch}, {repeats} repeats{', as in the paper' if batch == 16 else ', quick setting'})"
+        found.append(Finding(id, "Figure 3", told[id], measured + conditions, verdict, command, figures, id in timed))
+
+    in_features = each(powers(features, errors("nmse")))
+    add(
+        "F3.features",
+        f"exponent of the NMSE in D at {len(lengths)} lengths: {_spread(in_features)}",
+        all_of(in_features, falls, rises),
+        {"exponents": _figures(lengths, in_features)},
+    )
+
+    drop = errors("nmse").mean(1)  # over the lengths
+    middle = len(features) // 2
+    share = student(((drop[:, 0] - drop[:, middle]) / (drop[:, 0] - drop[:, -1])).tolist())
+    add(
+        "F3.returns",
+        f"halfway in doublings, at D = {features[middle]}, {100 * share.value:.0f}% ({100 * share.low:.0f} to "
+        f"{100 * share.high:.0f}%) are gone of the NMSE that D = {features[-1]:,} saves over D = {features[0]}",
+        all_of([share], lambda i: i.low > 0.5, lambda i: i.high < 0.5),
+        {"share_at_half": [share.value, share.low, share.high]},
+    )
+
+    in_length = {
+        name: student(powers(lengths, errors(name).swapaxes(1, 2)).mean(1).tolist())
+        for name in ("nmse", "nmse_offset", "deviation")
+    }
+    add(
+        "F3.length",
+        f"exponents in the length, mean of all D: NMSE {in_length['nmse']:.2f} for V ~ N(0, 1) and "
+        f"{in_length['nmse_offset']:.2f} for V ~ N(1, 1); relative to averaging V {in_length['deviation']:.2f}",
+        all_of([in_length["nmse"]], rises, lambda i: i.high < FLAT),
+        {"exponents": {name: [i.value, i.low, i.high] for name, i in in_length.items()}},
+    )
+
+    deviation = errors("deviation")
+    useful = student(deviation[:, -1, features.index(PAPER_WIDTH)].tolist())
+    enough = [D for i, D in enumerate(features) if deviation[:, -1, i].mean() < 1]
+    add(
+        "F3.useful",
+        f"squared error relative to |attention - mean(V)|^2 at n = {lengths[-1]:,}: {useful:.2f}; below 1 "
+        f"{f'from D = {enough[0]} on' if enough else 'at no D'}",
+        all_of([useful], lambda i: i.high < 1, lambda i: i.low > 1),
+        {"deviation": [useful.value, useful.low, useful.high]},
+    )
+
+    def faster(id: str, to: str) -> None:
+        logs = each(np.log10(gains(to)).reshape(repeats, -1))
+        places = [(n, D) for n in lengths for D in features]
+        slow = [place for place, i in zip(places, logs, strict=True) if falls(i)]
+        where = f" (n up to {max(n for n, _ in slow):,}, D from {min(D for _, D in slow)} on)" if slow else ""
+        add(
+            id,
+            f"faster in {sum(map(rises, logs))} of {len(logs)} cells, slower in {len(slow)}{where}, undecided in the "
+            f"others; {10 ** min(i.value for i in logs):.2g} to {10 ** max(i.value for i in logs):.3g} times as fast",
+            all_of(logs, rises, falls),
+            {"log10_acceleration": [[n, D, i.value, i.low, i.high] for (n, D), i in zip(places, logs, strict=True)]},
+        )
+
+    faster("F3.faster", "explicit")
+    longer = each(powers(lengths, gains("explicit").swapaxes(1, 2)))
+    add(
+        "F3.longer",
+        f"exponent in the length of how many times as fast it is, at {len(features)} D: {_spread(longer)}",
+        all_of(longer, rises, falls),
+        {"exponents": _figures(features, longer)},
+    )
+    wider = each(powers(features, gains("explicit")))
+    add(
+        "F3.wider",
+        f"exponent in D of how many times as fast it is, at {len(lengths)} lengths: {_spread(wider)}",
+        all_of(wider, falls, rises),
+        {"exponents": _figures(lengths, wider)},
+    )
+    faster("F3.sdpa", "sdpa")
+    return found
+
+
+def _spread(intervals: Sequence[Interval]) -> str:
+    values = [interval.value for interval in intervals]
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def _figures(at: Sequence[int], intervals: Sequence[Interval]) -> dict[str, list[float]]:
+    return {str(x): [i.value, i.low, i.high] for x, i in zip(at, intervals, strict=True)}
+
+
+def figure4(report: dict[str, Any] | None) -> list[Finding]:
+    """`report["runs"]`: a run has `ppsbn` (true or false), `seed`, and its last `loss`, `perplexity` and `bleu`."""
+    found = []
+    for metric, better in (("loss", -1), ("perplexity", -1), ("bleu", 1)):
+        id, claim = (
+            f"F4.{metric}",
+            f"with ppSBN a Transformer reaches a {'lower' if better < 0 else 'higher'} {metric} on Multi30K",
+        )
+        by_arm: dict[bool, dict[int, float]] = {True: {}, False: {}}
+        for run in report["runs"] if report else []:
+            by_arm[run["ppsbn"]][run["seed"]] = run[metric]
+        seeds = sorted(by_arm[True].keys() & by_arm[False].keys())
+        if len(seeds) < 2:
+            lacks = "no runs with two seeds of each in results/figures/ppsbn.json yet"
+            found.append(missing(id, "Figure 4", claim, lacks, "make figure-ppsbn claims"))
+            continue
+        gain = student([better * (by_arm[True][seed] - by_arm[False][seed]) for seed in seeds], comparisons=3)
+        measured = f"better by {gain:.3g} ({len(seeds)} seeds, paired)"
+        verdict = all_of([gain], rises, falls)
+        found.append(
+            Finding(
+                id,
+                "Figure 4",
+                claim,
+                measured,
+                verdict,
+                "make figure-ppsbn claims",
+                {"gain": [gain.value, gain.low, gain.high]},
+            )
+        )
+    return found
+
+
+def table2(table: Table, bench: dict[str, Any] | None) -> list[Finding]:
+    """`table` is the one of the paper's protocol; `bench` as in results/bench/models.json."""
+    columns = {column.task: column for column in table.columns} if not table.conditions else {}
+    return [
+        kernels_differ(PAPER["accuracy"], PAPER["test_examples"]),
+        *(time_order(task, bench) for task in TASKS),
+        *(accuracy_order(task, columns.get(task)) for task in TASKS),
+    ]
+
+
+def kernels_differ(accuracy: dict[str, dict[str, float]], examples: dict[str, int]) -> Finding:
+    """Do the paper's own numbers carry it? A difference counts beyond its test set's error and beyond exp - trigh."""
+    told, figures, carried = [], {}, []
+    for task, values in accuracy.items():
+        kernels = {model: values[model] for model in MACFORMERS}
+        twins = abs(kernels[TWINS[0]] - kernels[TWINS[1]])  # one model twice: what chance alone does
+        different = [pair for pair in combinations(MACFORMERS, 2) if set(pair) != set(TWINS)]
+        share = np.mean(list(kernels.values())) / 100
+        z = NormalDist().inv_cdf(1 - LEVEL / 2 / (len(different) * len(accuracy)))
+        error = 100 * z * math.sqrt(2 * share * (1 - share) / examples[task])
+        largest = max(abs(kernels[a] - kernels[b]) for a, b in different)
+        carried.append(largest > max(error, twins))
+        figures[task] = {"largest_difference": largest, "error_of_the_test_set": error, "exp_minus_trigh": twins}
+        told.append(f"{task} {largest:.2f} (test set {error:.2f}, exp against trigh {twins:.2f})")
+    return Finding(
+        "TAB.kernels",
+        "Table 2, Experiment, last part",
+        "each task has kernels that suit it: accuracies differ significantly with the kernel",
+        "largest difference of two kernels in the paper's own Table 2, in points, and what it would have to exceed: "
+        f"{'; '.join(told)}",
+        "reproduced" if all(carried) else "not reproduced",
+        "python -m scripts.claims TAB",
+        figures,
+    )
+
+
+def _side(model: str, task: str, measure: str) -> bool:
+    """Does the paper have it above the Transformer?"""
+    return PAPER[measure][task][model] > PAPER[measure][task][BASELINE]
+
+
+def time_order(task: str, bench: dict[str, Any] | None) -> Finding:
+    """From the race, where all models took turns: runs one after the other are no fair comparison."""
+    slower = [model for model in MODELS[1:] if _side(model, task, "time")]
+    claim = f"{task}: RFA and all Macformers train faster than the Transformer" + (
+        f", but {', '.join(slower)}" if slower else ""
+    )
+    id, where, command = f"TAB.time.{task}", "Table 2", "make bench claims"
+    arms: dict[str, Any] = (
+        next((r["arms"] for r in bench["results"] if r["setting"] == f"{task}-full"), {}) if bench else {}
+    )
+    against = next((name for name in (BASELINE, f"{BASELINE}_checkpointed") if name in arms), None)
+    if against is None or not set(MODELS[1:]) <= arms.keys():
+        return missing(id, where, claim, "results/bench/models.json has no race of these models", command, clock=True)
+    figures, verdicts = {}, []
+    for model in MODELS[1:]:
+        ratios = [a / b for a, b in zip(arms[model]["seconds"], arms[against]["seconds"], strict=True)]
+        figures[model] = {"median": median(ratios), "low": min(ratios), "high": max(ratios)}
+        verdicts.append(_agreement(Interval(median(ratios) - 1, min(ratios) - 1, max(ratios) - 1), model in slower))
+    lowest, highest = (choose(f["median"] for f in figures.values()) for choose in (min, max))
+    wrong = [model for model, verdict in zip(MODELS[1:], verdicts, strict=True) if verdict == "not reproduced"]
+    return Finding(
+        id,
+        where,
+        claim,
+        f"our training step takes {lowest:.3f} to {highest:.3f} of {against}'s (medians of {len(ratios)} rounds in turn)"
+        + (f"; otherwise than in the paper: {', '.join(wrong)}" if wrong else ""),
+        worst(verdicts),
+        command,
+        figures | {"against": against},
+        clock=True,
+    )
+
+
+def accuracy_order(task: str, column: Any) -> Finding:
+    above = [model for model in MODELS[1:] if _side(model, task, "accuracy")]
+    below = [model for model in MODELS[1:] if model not in above]
+    claim = (
+        f"{task}: {', '.join(above) or 'none'} above the Transformer in accuracy, {', '.join(below) or 'none'} below"
+    )
+    id, command = f"TAB.accuracy.{task}", f"make reproduce TASKS={task} && make claims"
+    cells = {name: cell for name, cell in column.cells.items() if cell.versus} if column else {}
+    if not cells.keys() & set(MODELS):
+        lacks = "results/runs has no runs of the paper's protocol to compare"
+        return missing(id, "Table 2", claim, lacks, command)
+    compared = {model: cells[model] for model in MODELS[1:] if model in cells}
+    verdicts = [
+        _agreement(Interval(c.versus.difference, c.versus.low, c.versus.high), model in above)
+        if c.supported
+        else "inconclusive"
+        for model, c in compared.items()
+    ]
+    if len(compared) < len(MODELS) - 1:
+        verdicts.append("inconclusive")
+    told = [
+        f"{model} {100 * c.versus.difference:+.2f} ({100 * c.versus.low:+.2f} to {100 * c.versus.high:+.2f}; paper "
+        f"{PAPER['accuracy'][task][model] - PAPER['accuracy'][task][BASELINE]:+.2f})"
+        for model, c in compared.items()
+    ]
+    return Finding(
+        id,
+        "Table 2",
+        claim,
+        f"points minus the Transformer's: {'; '.join(told)}",
+        worst(verdicts),
+        command,
+        {model: [c.versus.difference, c.versus.low, c.versus.high] for model, c in compared.items()},
+    )
+
+
+def _agreement(difference: Interval, above: bool) -> Verdict:
+    return all_of([difference], rises if above else falls, falls if above else rises)
+
+
+def memory(peaks: dict[str, dict[str, int]]) -> list[Finding]:
+    """`peaks`: task -> model -> peak bytes of a training step at the paper's batch size."""
+    found = []
+    for task, of in peaks.items():
+        paper = PAPER["memory"][task]["macformer_exp"]
+        checkpointed = f"{BASELINE}_checkpointed"
+        ours = of["macformer_exp"] / of[BASELINE]
+        sums = of["running sum"] / of[checkpointed]
+        verdict: Verdict = "not reproduced"
+        if _close(ours, paper):
+            verdict = "reproduced"
+        elif _close(sums, paper):
+            verdict = "reproduced with a correction"
+        found.append(
+            Finding(
+                f"M.{task}",
+                "Table 2",
+                f"{task}: a Macformer takes {paper:.3f} times the memory of the Transformer",
+                f"ours takes {ours:.3f} of the Transformer's, {of['macformer_exp'] / of[checkpointed]:.3f} of the base "
+                "code's, which is checkpointed. With causal sums that are all held in memory, as in the authors' later "
+                f"release, it takes {sums:.3f} of that one's",
+                verdict,
+                "python -m scripts.claims M",
+                {"peak_bytes": of},
+            )
+        )
+    return [*found, _equal_memory(peaks)]
+
+
+def _close(ours: float, paper: float) -> bool:
+    return abs(ours / paper - 1) < CLOSE
+
+
+def _equal_memory(peaks: dict[str, dict[str, int]]) -> Finding:
+    spread = {task: max(of[m] for m in MACFORMERS) / min(of[m] for m in MACFORMERS) - 1 for task, of in peaks.items()}
+    return Finding(
+        "M.kernels",
+        "Table 2, Experiment, last part",
+        "Macformers of all kernels take the same memory",
+        "largest difference of the five peaks at one seed: "
+        + ", ".join(f"{task} {100 * apart:.2g}%" for task, apart in spread.items()),
+        "reproduced" if all(apart < 0.0005 for apart in spread.values()) else "not reproduced",  # three digits
+        "python -m scripts.claims M",
+        {"largest_difference": spread},
+    )

@@ -1,0 +1,160 @@
+"""Measure and judge what the paper claims: results/claims.md, results/claims.json and five lines of the README.
+
+    python -m scripts.claims            # all of it, about six minutes on one core
+    python -m scripts.claims T1 K       # some groups, on the screen alone
+    python -m scripts.claims --full     # ten times the draws and rounds: intervals a third as wide
+
+T1, T2, T3: the theorems. K: the kernels. C: cost. M: memory. F3, F4: the two toy experiments. TAB: Table 2.
+F3, F4 and TAB are judged from what `make figure-rmfa`, `make figure-ppsbn`, `make bench` and train.py have written.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, get_args
+
+import torch
+
+from macformer import config as configs
+from macformer import device as devices
+from macformer import record as records
+from macformer.claims import experiments
+from macformer.claims.cost import RunningSum, cost
+from macformer.claims.finding import LEVEL, MEANING, Finding, Verdict
+from macformer.claims.similarity import similarity
+from macformer.claims.theorems import theorem1, theorem2, theorem3
+from macformer.progress import Screen, duration
+from macformer.report import cells
+from scripts import bench_models
+from scripts.table import README, write_block
+
+RESULTS = cells.ROOT / "results"
+BEGIN, END = "<!-- written by `make claims` -->", "<!-- until here: claims -->"
+MODELS = ("transformer", "transformer_checkpointed", *experiments.MACFORMERS)
+
+
+def read(name: str) -> dict[str, Any] | None:
+    file = RESULTS / name
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def memory(effort: int) -> list[Finding]:
+    """Peaks of one and two examples at the task's full length, and so of the paper's batch."""
+    peaks: dict[str, dict[str, int]] = {}
+    for task in cells.TASKS:
+        config = bench_models.composed(f"task={task}")
+        spec = bench_models.TASKS[task].spec(config.task.data.length)
+        batch = next(bench_models.full(spec, 2, spec.length, torch.device("cpu")))
+        summed = partial(RunningSum, bench_models.encoder()["head_dim"])
+        built = {name: partial(bench_models.model, name, spec) for name in MODELS} | {
+            "running sum": partial(
+                configs.build, bench_models.composed("model=macformer_exp"), "model", **asdict(spec), attention=summed
+            )
+        }
+        peaks[task] = {}
+        for name, make in built.items():
+            trained = make().train()
+            of = bench_models.peaks_of(trained, bench_models.adamw(name, trained), batch)
+            peaks[task][name] = bench_models.foretold(of, config.task.batch_size)
+    return experiments.memory(peaks)
+
+
+def table2(effort: int) -> list[Finding]:
+    found, _ = cells.load(RESULTS)
+    bench = cells.bench()
+    return experiments.table2(cells.tables(found, cells.floors(), bench)[0], bench)
+
+
+GROUPS: dict[str, Callable[[int], list[Finding]]] = {
+    "T1": theorem1,
+    "T2": theorem2,
+    "T3": theorem3,
+    "K": similarity,
+    "C": cost,
+    "M": memory,
+    "F3": lambda effort: experiments.figure3(read("figures/rmfa.json")),
+    "F4": lambda effort: experiments.figure4(read("figures/ppsbn.json")),
+    "TAB": table2,
+}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All findings as one table."""
+    code, machine = report["code"], report["environment"]
+    lines = [
+        "# The paper's claims, checked",
+        "",
+        f"Written by `{report['command']}` (commit {code['commit'][:7]}{', with changes' if code['dirty'] else ''}; "
+        f"{machine['device_name']}, {machine['threads']} thread, torch {machine['torch']}); the figures behind it are in "
+        "[claims.json](claims.json). One row a claim. Verdicts:",
+        "",
+        *(f"- **{verdict}** ({count(report, verdict)}): {meaning}" for verdict, meaning in MEANING.items()),
+        "",
+        f"A value with a range in brackets has an interval: those of one row hold together with probability "
+        f"{100 * (1 - LEVEL):g}%. Rows with a clock (⏱) rest on times of this machine; all others are seeded and come out the "
+        "same again. What the words mean: [docs/math.md](../docs/math.md).",
+        "",
+        "| | the paper says | where | measured | verdict | command |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for f in report["findings"]:
+        words = [f["id"] + " ⏱" * f["clock"], f["claim"], f["where"], f["measured"], f"**{f['verdict']}**"]
+        lines.append("| " + " | ".join([*(word.replace("|", "\\|") for word in words), f"`{f['command']}`"]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def count(report: dict[str, Any], verdict: Verdict) -> int:
+    return Counter(f["verdict"] for f in report["findings"])[verdict]
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Five lines for the README: one a verdict."""
+    lines = []
+    for verdict in get_args(Verdict):
+        named = [f for f in report["findings"] if f["verdict"] == verdict]
+        claims = "; ".join(f"{f['claim']} ({f['id']})" for f in named) or "none"
+        lines.append(f"- **{verdict}: {len(named)}** - {claims}.")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; default: all, written")
+    parser.add_argument("--full", action="store_true", help="ten times the draws and rounds (about an hour)")
+    options = parser.parse_args(arguments)
+    if unknown := [group for group in options.groups if group not in GROUPS]:
+        sys.exit(f"error: {unknown[0]} is no group of claims; choose from {', '.join(GROUPS)}")
+    chosen = options.groups or list(GROUPS)
+    devices.prepare(torch.device("cpu"), threads=1)
+    screen, begin = Screen(), time.monotonic()
+    findings: list[Finding] = []
+    for number, group in enumerate(chosen, 1):
+        screen.line(f"[{number}/{len(chosen)}] {group}, after {duration(time.monotonic() - begin)}")
+        found = GROUPS[group](10 if options.full else 1)
+        for finding in found:
+            screen.line(f"  {finding.id}: {finding.verdict}\n    {finding.claim}\n    {finding.measured}")
+        findings += found
+    screen.close()
+    if options.groups:
+        return
+    report = {
+        "command": "python -m scripts.claims" + " --full" * options.full,
+        "code": records.code().model_dump(),
+        "environment": records.environment("cpu", devices.describe(torch.device("cpu")), 1).model_dump(),
+        "findings": [finding.plain() for finding in findings],
+    }
+    records.write_text(RESULTS / "claims.json", json.dumps(report, indent=1) + "\n")
+    records.write_text(RESULTS / "claims.md", markdown(report))
+    write_block(BEGIN, END, summary(report))
+    print(
+        f"written in {duration(time.monotonic() - begin)}: results/claims.md, results/claims.json, and the README's summary"
+    )
+
+
+if __name__ == "__main__":
+    main()
