@@ -21,7 +21,7 @@ from macformer.report.cells import BASELINE, MODELS, PAPER, TASKS, Table
 from macformer.report.statistics import LEVEL, TWINS
 
 Array = NDArray[np.float64]
-CLOSE = 0.15  # relative, of memory: allocators and precisions differ
+CLOSE = 0.05  # relative, of memory
 FLAT = 0.05  # an exponent below this is none
 PAPER_WIDTH = 128  # D on LRA
 MACFORMERS = tuple(model for model in MODELS if model.startswith("macformer"))
@@ -277,7 +277,7 @@ def time_order(task: str, bench: dict[str, Any] | None) -> Finding:
         id,
         where,
         claim,
-        f"our training step takes {lowest:.3f} to {highest:.3f} of {against}'s (medians of {len(ratios)} rounds in turn)"
+        f"our step takes {lowest:.3f} to {highest:.3f} of {against}'s (medians of {len(ratios)} rounds in turn, CPU)"
         + (f"; otherwise than in the paper: {', '.join(wrong)}" if wrong else ""),
         worst(verdicts),
         command,
@@ -333,20 +333,21 @@ def memory(peaks: dict[str, dict[str, int]]) -> list[Finding]:
         paper = PAPER["memory"][task]["macformer_exp"]
         checkpointed = f"{BASELINE}_checkpointed"
         ours = of["macformer_exp"] / of[BASELINE]
-        sums = of["running sum"] / of[checkpointed]
+        published = of["release"] / of["base code"]
         verdict: Verdict = "not reproduced"
         if _close(ours, paper):
             verdict = "reproduced"
-        elif _close(sums, paper):
+        elif _close(published, paper):
             verdict = "reproduced with a correction"
         found.append(
             Finding(
                 f"M.{task}",
                 "Table 2",
                 f"{task}: a Macformer takes {paper:.3f} times the memory of the Transformer",
-                f"ours takes {ours:.3f} of the Transformer's, {of['macformer_exp'] / of[checkpointed]:.3f} of the base "
-                "code's, which is checkpointed. With causal sums that are all held in memory, as in the authors' later "
-                f"release, it takes {sums:.3f} of that one's",
+                f"ours takes {ours:.3f} of our Transformer's, {of['macformer_exp'] / of[checkpointed]:.3f} of that with "
+                "checkpoints. Causal sums that are all held in memory, as in the authors' later release, take "
+                f"{published:.3f} of what checkpointed softmax takes that makes a new matrix at each step, as in the base "
+                "code: that seems to be what the paper compares",
                 verdict,
                 "python -m scripts.claims M",
                 {"peak_bytes": of},

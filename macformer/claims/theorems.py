@@ -230,7 +230,8 @@ def bound_holds(id: str, what: str, case: Case, kernel: str, chunks: int) -> Fin
         "Theorem 2",
         f"P(|RMFA - attention| > eps) is at most 2D exp(-D eps^2 / 2L^2): {what}",
         f"{above} of {len(figures)} tails are above the bound{violated if above else ''}. "
-        f"{100 - 100 * last['bound']:g}% of the errors at D = {last['D']} are below {last['quantile']:.2g} L; the bound says {last['eps']:.2f} L",
+        f"{100 - 100 * last['bound']:g}% of the errors at D = {last['D']} are below {last['quantile']:.2g} L; "
+        f"the bound says {last['eps']:.2f} L",
         worst(verdicts),
         "python -m scripts.claims T2",
         {"tails": figures},
