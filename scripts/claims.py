@@ -97,14 +97,14 @@ def markdown(report: dict[str, Any]) -> str:
         "# The paper's claims, checked",
         "",
         f"Written by `{report['command']}` (commit {code['commit'][:7]}{', with changes' if code['dirty'] else ''}; "
-        f"{machine['device_name']}, {machine['threads']} thread, torch {machine['torch']}); [claims.json](claims.json) has "
-        "the figures behind it. One row a claim. Verdicts:",
+        f"{machine['device_name']}, {machine['threads']} thread, torch {machine['torch']}); the figures are in "
+        "[claims.json](claims.json). One row a claim. Verdicts:",
         "",
         *(f"- **{verdict}** ({count(report, verdict)}): {meaning}" for verdict, meaning in MEANING.items()),
         "",
         "A range in brackets is an interval, if the row does not say otherwise; those of one row hold together with "
-        f"probability {100 * (1 - LEVEL):g}%. Rows with a clock (⏱) rest on times of this machine; all others are seeded "
-        "and come out the same again. What the words mean: [docs/math.md](../docs/math.md).",
+        f"probability {100 * (1 - LEVEL):g}%. Rows with a clock (⏱) rest on times of this machine; all others are "
+        "seeded and come out the same again. What the words mean: [docs/math.md](../docs/math.md).",
         "",
         "| | the paper says | where | measured | verdict | command |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -158,9 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records.write_text(RESULTS / "claims.json", json.dumps(report, indent=1) + "\n")
     records.write_text(RESULTS / "claims.md", markdown(report))
     write_block(BEGIN, END, summary(report))
-    print(
-        f"written in {duration(time.monotonic() - begin)}: results/claims.md, results/claims.json, and the README's summary"
-    )
+    took = duration(time.monotonic() - begin)
+    print(f"written in {took}: results/claims.md, results/claims.json, and the README's summary")
 
 
 if __name__ == "__main__":

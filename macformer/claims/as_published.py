@@ -26,9 +26,9 @@ class StepwiseSoftmax(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         logits = q @ k.mT
-        scaled = logits / q.shape[-1] ** 0.5
-        masked = scaled - FAR * (1 - mask[:, None, None, :].to(q.dtype))
-        return self.drop(masked.softmax(-1)) @ v
+        logits = logits / q.shape[-1] ** 0.5  # one name: a matrix is freed when the next one is there
+        logits = logits - FAR * (1 - mask[:, None, None, :].to(q.dtype))
+        return self.drop(logits.softmax(-1)) @ v
 
 
 class RunningSum(nn.Module):
