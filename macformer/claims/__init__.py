@@ -1,0 +1,1 @@
+"""What the paper claims of RMFA itself, measured: no training, no data sets."""
