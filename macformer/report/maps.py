@@ -203,22 +203,22 @@ def _heat(panel: Axes, report: Report, values: NDArray[Any], unit: str, at_zero:
     panel.grid(visible=False)
     panel.set_yticks(logs, [str(D) for D in report["features"]])
     panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.xaxis.set_major_formatter("{x:.0f}")
     if min(values.shape) < 2:
         return  # no contours in one row or column
-    low, high = values.min(), values.max()
-    levels = [
-        x for x in MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low, high) if low < x < high and (x or not at_zero)
-    ]
-    for chosen, label, width in ((levels, "{:g}", 0.9), ([0.0] if low < 0 < high and at_zero else [], at_zero, 2.0)):
-        if not chosen:
+    ticks = {round(x, 9) for x in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(values.min(), values.max())}
+    for level in sorted(ticks | {0.0} if at_zero else ticks):
+        if not values.min() < level < values.max():
             continue
-        lines = panel.contour(lengths, logs, values, chosen, colors="white", linewidths=width, linestyles="-")
+        label, width = (at_zero, 2.0) if at_zero and level == 0 else (f"{level:g}".replace("-", "\N{MINUS SIGN}"), 0.9)
+        lines = panel.contour(lengths, logs, values, [level], colors="white", linewidths=width, linestyles="-")
+        pieces: list[Any] = lines.get_paths()[0].to_polygons(closed_only=False)
+        longest = max(pieces, key=len)  # the others go without a label
+        if len(longest) < 4 and label != at_zero:
+            lines.remove()  # cuts off a corner, and there is no room for its label
+            continue
         lines.set_path_effects([withStroke(linewidth=width + 1.2, foreground="black")])
-        texts = panel.clabel(
-            lines, fontsize=11, fmt=lambda x, label=label: label.format(x).replace("-", "\N{MINUS SIGN}")
-        )
-        for text in texts:
+        for text in panel.clabel(lines, fontsize=11, fmt=label, manual=[longest[len(longest) // 2]]):
             text.set_path_effects([withStroke(linewidth=2, foreground="black")])
 
 
