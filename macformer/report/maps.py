@@ -30,7 +30,7 @@ LOOKS = {  # Okabe and Ito's, as in figures.py
     "exact01": ("#009E73", "o"),
     "order1": ("#D55E00", "*"),
 }
-LOGS = {  # of a cell: column of the CSV, what it says
+LOGS = {  # of a cell -> column of the CSV
     "nmse": "log10_nmse",
     "nmse_offset": "log10_nmse_offset",
     "deviation": "log10_deviation",
