@@ -121,12 +121,10 @@ def count(report: dict[str, Any], verdict: Verdict) -> int:
 
 def summary(report: dict[str, Any]) -> str:
     """Five lines for the README: one a verdict."""
-    lines = []
-    for verdict in get_args(Verdict):
-        named = [f for f in report["findings"] if f["verdict"] == verdict]
-        claims = "; ".join(f"{f['claim']} ({f['id']})" for f in named) or "none"
-        lines.append(f"- **{verdict}: {len(named)}** - {claims}.")
-    return "\n".join(lines)
+    named: dict[str, list[str]] = {verdict: [] for verdict in get_args(Verdict)}
+    for finding in report["findings"]:
+        named[finding["verdict"]].append(finding["id"])
+    return "\n".join(f"- **{verdict} ({len(ids)})**: {'; '.join(ids) or 'none'}" for verdict, ids in named.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

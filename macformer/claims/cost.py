@@ -70,7 +70,7 @@ def products(make: Make) -> Finding:
     }
     exponents = {name: slopes(at, [found])[0] for name, (at, found) in counts.items()}
     return Finding(
-        "C.products",
+        "C operations",
         "Random Maclaurin Feature Attention, Figure 2",
         "RMFA takes O(n d D) operations",
         "exponents of the counted multiplications: "
@@ -126,9 +126,9 @@ def _rows(seconds: dict[str, list[float]], names: Sequence[str], at: Sequence[in
 
 def over_length(seconds: dict[str, list[list[float]]]) -> list[Finding]:
     said = {
-        "rmfa": ("C.length", f"the time of RMFA (D = {FEATURES}) is linear in the length"),
-        "explicit": ("C.softmax", "the time of softmax attention is quadratic in the length"),
-        "sdpa": ("C.sdpa", "the same, with torch's fused softmax attention (SDPA)"),
+        "rmfa": ("C RMFA linear in n", f"the time of RMFA (D = {FEATURES}) is linear in the length"),
+        "explicit": ("C softmax quadratic in n", "the time of softmax attention is quadratic in the length"),
+        "sdpa": ("C SDPA quadratic in n", "the same, with torch's fused softmax attention (SDPA)"),
     }
     found = []
     for name, rounds in seconds.items():
@@ -142,7 +142,7 @@ def over_features(seconds: dict[str, list[list[float]]]) -> Finding:
     exponent = student(slopes(WIDTHS, seconds["rmfa"]))
     over = f"D = {WIDTHS[0]} to {WIDTHS[-1]:,}, n = {LENGTHS[1]:,}"
     claim = "the time of RMFA is linear in the number of features"
-    return _timed_finding("C.features", claim, over, exponent, seconds["rmfa"], at_most(exponent, LINEAR))
+    return _timed_finding("C RMFA linear in D", claim, over, exponent, seconds["rmfa"], at_most(exponent, LINEAR))
 
 
 def about_two(exponent: Interval) -> Verdict:

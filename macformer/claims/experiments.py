@@ -51,16 +51,16 @@ def rises(interval: Interval) -> bool:
 def figure3(report: dict[str, Any] | None) -> list[Finding]:
     """`report` as in results/figures/rmfa.json."""
     told = {
-        "F3.features": "the error falls with D",
-        "F3.returns": "the more features there are, the less one more brings",
-        "F3.length": "the error grows with the length",
-        "F3.useful": f"RMFA approximates attention (better than averaging V, at the LRA runs' D = {PAPER_WIDTH})",
-        "F3.faster": "RMFA is faster than softmax attention at every length and D",
-        "F3.longer": "the acceleration grows with the length",
-        "F3.wider": "the acceleration falls with D",
-        "F3.sdpa": "not the paper's: so it is against torch's fused softmax attention (SDPA)",
+        "F3 error falls with D": "the error falls with D",
+        "F3 diminishing returns": "the more features there are, the less one more brings",
+        "F3 error grows with n": "the error grows with the length",
+        "F3 better than averaging V": f"RMFA approximates attention (better than averaging V, at the LRA runs' D = {PAPER_WIDTH})",
+        "F3 faster everywhere": "RMFA is faster than softmax attention at every length and D",
+        "F3 gain grows with n": "the acceleration grows with the length",
+        "F3 gain falls with D": "the acceleration falls with D",
+        "F3 faster than SDPA everywhere": "not the paper's: so it is against torch's fused softmax attention (SDPA)",
     }
-    timed = ("F3.faster", "F3.longer", "F3.wider", "F3.sdpa")
+    timed = ("F3 faster everywhere", "F3 gain grows with n", "F3 gain falls with D", "F3 faster than SDPA everywhere")
     command = "make figure-rmfa claims"
     if report is None:
         lacks = "results/figures/rmfa.json is not there"
@@ -98,7 +98,7 @@ def figure3(report: dict[str, Any] | None) -> list[Finding]:
 
     in_features = each(powers(features, errors("nmse")))
     add(
-        "F3.features",
+        "F3 error falls with D",
         f"exponent of the NMSE in D at {len(lengths)} lengths: {_spread(in_features)}",
         all_of(in_features, falls, rises),
         {"exponents": _figures(lengths, in_features)},
@@ -108,7 +108,7 @@ def figure3(report: dict[str, Any] | None) -> list[Finding]:
     middle = len(features) // 2
     share = student(((drop[:, 0] - drop[:, middle]) / (drop[:, 0] - drop[:, -1])).tolist())
     add(
-        "F3.returns",
+        "F3 diminishing returns",
         f"halfway in doublings, at D = {features[middle]}, {100 * share.value:.0f}% ({100 * share.low:.0f} to "
         f"{100 * share.high:.0f}%) are gone of the NMSE that D = {features[-1]:,} saves over D = {features[0]}",
         all_of([share], lambda i: i.low > 0.5, lambda i: i.high < 0.5),
@@ -116,22 +116,22 @@ def figure3(report: dict[str, Any] | None) -> list[Finding]:
     )
 
     in_length = {
-        name: student(powers(lengths, errors(name).swapaxes(1, 2)).mean(1).tolist())
-        for name in ("nmse", "nmse_offset", "deviation")
+        name: each(powers(lengths, errors(name).swapaxes(1, 2))) for name in ("nmse", "nmse_offset", "deviation")
     }
     add(
-        "F3.length",
-        f"exponents in the length, mean of all D: NMSE {in_length['nmse']:.2f} for V ~ N(0, 1) and "
-        f"{in_length['nmse_offset']:.2f} for V ~ N(1, 1); relative to averaging V {in_length['deviation']:.2f}",
-        all_of([in_length["nmse"]], rises, lambda i: i.high < FLAT),
-        {"exponents": {name: [i.value, i.low, i.high] for name, i in in_length.items()}},
+        "F3 error grows with n",
+        f"exponent of the NMSE in the length at {len(features)} D: {_spread(in_length['nmse'])}, at D = "
+        f"{features[-1]:,} at most {in_length['nmse'][-1].high:.2f}, where V ~ N(0, 1); {_spread(in_length['nmse_offset'])} where "
+        f"V ~ N(1, 1); of the error relative to averaging V {_spread(in_length['deviation'])}",
+        all_of(in_length["nmse"], rises, lambda i: i.high < FLAT),
+        {"exponents": {name: _figures(features, intervals) for name, intervals in in_length.items()}},
     )
 
     deviation = errors("deviation")
     useful = student(deviation[:, -1, features.index(PAPER_WIDTH)].tolist())
     enough = [D for i, D in enumerate(features) if deviation[:, -1, i].mean() < 1]
     add(
-        "F3.useful",
+        "F3 better than averaging V",
         f"squared error relative to |attention - mean(V)|^2 at n = {lengths[-1]:,}: {useful:.2f}; below 1 "
         f"{f'from D = {enough[0]} on' if enough else 'at no D'}",
         all_of([useful], lambda i: i.high < 1, lambda i: i.low > 1),
@@ -151,22 +151,22 @@ def figure3(report: dict[str, Any] | None) -> list[Finding]:
             {"log10_acceleration": [[n, D, i.value, i.low, i.high] for (n, D), i in zip(places, logs, strict=True)]},
         )
 
-    faster("F3.faster", "explicit")
+    faster("F3 faster everywhere", "explicit")
     longer = each(powers(lengths, gains("explicit").swapaxes(1, 2)))
     add(
-        "F3.longer",
+        "F3 gain grows with n",
         f"exponent in the length of how many times as fast it is, at {len(features)} D: {_spread(longer)}",
         all_of(longer, rises, falls),
         {"exponents": _figures(features, longer)},
     )
     wider = each(powers(features, gains("explicit")))
     add(
-        "F3.wider",
+        "F3 gain falls with D",
         f"exponent in D of how many times as fast it is, at {len(lengths)} lengths: {_spread(wider)}",
         all_of(wider, falls, rises),
         {"exponents": _figures(lengths, wider)},
     )
-    faster("F3.sdpa", "sdpa")
+    faster("F3 faster than SDPA everywhere", "sdpa")
     return found
 
 
@@ -184,7 +184,7 @@ def figure4(report: dict[str, Any] | None) -> list[Finding]:
     found = []
     for metric, better in (("loss", -1), ("perplexity", -1), ("bleu", 1)):
         id, claim = (
-            f"F4.{metric}",
+            f"F4 {metric}",
             f"with ppSBN a Transformer reaches a {'lower' if better < 0 else 'higher'} {metric} on Multi30K",
         )
         by_arm: dict[bool, dict[int, float]] = {True: {}, False: {}}
@@ -237,7 +237,7 @@ def kernels_differ(accuracy: dict[str, dict[str, float]], examples: dict[str, in
         figures[task] = {"largest_difference": largest, "error_of_the_test_set": error, "exp_minus_trigh": twins}
         told.append(f"{task} {largest:.2f} (test set {error:.2f}, exp against trigh {twins:.2f})")
     return Finding(
-        "TAB.kernels",
+        "TAB kernels suit tasks",
         "Table 2, Experiment, last part",
         "each task has kernels that suit it: accuracies differ significantly with the kernel",
         "largest difference of two kernels in the paper's own Table 2, in points, and what it would have to exceed: "
@@ -259,7 +259,7 @@ def time_order(task: str, bench: dict[str, Any] | None) -> Finding:
     claim = f"{task}: RFA and all Macformers train faster than the Transformer" + (
         f", but {', '.join(slower)}" if slower else ""
     )
-    id, where, command = f"TAB.time.{task}", "Table 2", "make bench claims"
+    id, where, command = f"TAB time, {task}", "Table 2", "make bench claims"
     arms: dict[str, Any] = (
         next((r["arms"] for r in bench["results"] if r["setting"] == f"{task}-full"), {}) if bench else {}
     )
@@ -292,7 +292,7 @@ def accuracy_order(task: str, column: Any) -> Finding:
     claim = (
         f"{task}: {', '.join(above) or 'none'} above the Transformer in accuracy, {', '.join(below) or 'none'} below"
     )
-    id, command = f"TAB.accuracy.{task}", f"make reproduce TASKS={task} && make claims"
+    id, command = f"TAB accuracy, {task}", f"make reproduce TASKS={task} && make claims"
     cells = {name: cell for name, cell in column.cells.items() if cell.versus} if column else {}
     if not cells.keys() & set(MODELS):
         lacks = "results/runs has no runs of the paper's protocol to compare"
@@ -341,7 +341,7 @@ def memory(peaks: dict[str, dict[str, int]]) -> list[Finding]:
             verdict = "reproduced with a correction"
         found.append(
             Finding(
-                f"M.{task}",
+                f"M {task}",
                 "Table 2",
                 f"{task}: a Macformer takes {paper:.3f} times the memory of the Transformer",
                 f"ours takes {ours:.3f} of our Transformer's, {of['macformer_exp'] / of[checkpointed]:.3f} of its "
@@ -364,7 +364,7 @@ def _close(ours: float, paper: float) -> bool:
 def _equal_memory(peaks: dict[str, dict[str, int]]) -> Finding:
     spread = {task: max(of[m] for m in MACFORMERS) / min(of[m] for m in MACFORMERS) - 1 for task, of in peaks.items()}
     return Finding(
-        "M.kernels",
+        "M equal for all kernels",
         "Table 2, Experiment, last part",
         "Macformers of all kernels take the same memory",
         "largest difference of the five peaks at one seed: "

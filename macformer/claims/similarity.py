@@ -72,7 +72,7 @@ def coefficients(name: str, formula: str, printed: Callable[[int], float]) -> Fi
     else:
         says = "it is the series"
     return Finding(
-        f"K.{name}",
+        f"K series of {name}",
         "Table 1",
         f"the Maclaurin coefficients of {name} are {formula}",
         f"{says} (degrees 0 to {DEGREES - 1}, by Cauchy's integral of K)",
@@ -91,7 +91,7 @@ def twins(one: str = "exp", other: str = "trigh") -> Finding:
     ]
     same = apart == 0 and torch.equal(*features)
     return Finding(
-        "K.twins",
+        f"K {other} is not {one}",
         "Table 1",
         f"{other} is a kernel other than {one}",
         f"largest difference of the two functions on (-1, 1): {apart:.2g}; features of one seed are "
@@ -113,7 +113,7 @@ def domain(normalise: Callable[[Tensor], Tensor] = lambda x: PreSBN(1e-13)(x)) -
     radius = min(kernel.radius for kernel in KERNELS.values())
     inside = all(size < radius and size <= d**-0.5 * (1 + 1e-5) for d, size in largest.items())
     return Finding(
-        "K.domain",
+        "K arguments below 1",
         "after Table 1; Algorithm 1",
         "pre-SBN keeps the arguments of inv, log and sqrt below 1",
         "largest |q.k|/sqrt(d), with every key a query or its opposite: "
@@ -153,7 +153,7 @@ def apart(
     elif "reproduced" in verdicts:
         verdict = "not reproduced"
     return Finding(
-        "K.apart",
+        "K kernels differ",
         "Experiment, last part",
         "the five kernels are different similarity functions, between which a task can choose",
         f"exact attention of two kernels after pre-SBN (d = {d}) differs by {each[closest].value:.2g} "

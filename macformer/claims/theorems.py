@@ -47,10 +47,10 @@ def draws(kernel: str, rows: list[Tensor], chunks: int) -> Iterator[list[Tensor]
 
 def theorem1(effort: int = 1, kernels: tuple[str, ...] = tuple(KERNELS)) -> list[Finding]:
     """E[Phi(x).Phi(y)] = K(x.y) for all these kernels; numerator, denominator and ratio for the first."""
-    return [_kernel_estimate(kernels, 64 * effort), *_sums(kernels[0], 128 * effort)]
+    return [kernel_estimate(kernels, 64 * effort), *sums(kernels[0], 128 * effort)]
 
 
-def _kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
+def kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
     rng = torch.Generator().manual_seed(0)
     x, z = torch.linalg.qr(torch.randn(HEAD_DIM, 2, generator=rng)).Q.mT
     cosines = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0])
@@ -69,7 +69,7 @@ def _kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
     largest = max(figures, key=lambda figure: abs(figure["relative_bias"]))
     widest = max(figure["high"] - figure["low"] for figure in figures) / 2
     return Finding(
-        "T1.kernel",
+        "T1 kernel estimate",
         "Definition 3, Theorem 1",
         "Phi(x).Phi(y) is an unbiased estimate of K(x.y), for each of the five kernels",
         f"mean of {chunks * FEATURES:,} features against K at {len(logits)} logits within 1/sqrt({HEAD_DIM}): the "
@@ -81,7 +81,7 @@ def _kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
     )
 
 
-def _sums(kernel: str, chunks: int) -> list[Finding]:
+def sums(kernel: str, chunks: int) -> list[Finding]:
     """Squared bias of the estimated sums and of their ratio, relative to the square of what is estimated."""
     rng = torch.Generator().manual_seed(1)
     q, k = unit(8, HEAD_DIM, rng), unit(32, HEAD_DIM, rng)
@@ -109,7 +109,7 @@ def _sums(kernel: str, chunks: int) -> list[Finding]:
     def unbiased(what: str, name: str) -> Finding:
         D, of = WIDTHS[1], squares[f"{what} {WIDTHS[1]}"]
         return Finding(
-            f"T1.{name}",
+            f"T1 {name}",
             "Theorem 1, its proof",
             f"the estimated {name} has the exact {name} for its mean",
             f"|bias| / |{name}| at D = {D}: {100 * _root(of.value):.2f}%, at most {100 * _root(of.high):.2f}% "
@@ -131,7 +131,7 @@ def _sums(kernel: str, chunks: int) -> list[Finding]:
     if verdict == "not reproduced" and vanishes:
         verdict = "reproduced with a correction"
     ratio = Finding(
-        "T1.ratio",
+        "T1 ratio (RMFA)",
         "Theorem 1",
         "RMFA, the ratio of the two, has kernelised attention for its mean",
         "|bias| / |attention| is "
@@ -186,29 +186,35 @@ def theorem2(effort: int = 1, kernel: str = "exp") -> list[Finding]:
     one = HEAD_DIM**0.25  # rows of this length have logits up to 1
     inside, outside = "inside the unit ball", "beyond the unit ball, logits up to 1"
     cases = {
-        "random": (
+        "random rows": (
             f"random rows of length 1, d = {HEAD_DIM} ({inside}; the paper's setting)",
             random_case(HEAD_DIM, 1.0),
         ),
-        "aligned": (f"aligned rows of length 1, d = {HEAD_DIM} ({inside})", aligned_case(HEAD_DIM, 1.0)),
-        "narrow": (f"aligned rows of length 1, d = 1 ({inside}, logits up to 1)", aligned_case(1, 1.0)),
-        "random1": (f"random rows of length {one:.3g}, d = {HEAD_DIM} ({outside})", random_case(HEAD_DIM, one)),
-        "aligned1": (f"aligned rows of length {one:.3g}, d = {HEAD_DIM} ({outside})", aligned_case(HEAD_DIM, one)),
+        "aligned rows": (f"aligned rows of length 1, d = {HEAD_DIM} ({inside})", aligned_case(HEAD_DIM, 1.0)),
+        "aligned rows, d = 1": (f"aligned rows of length 1, d = 1 ({inside}, logits up to 1)", aligned_case(1, 1.0)),
+        "random rows, logits to 1": (
+            f"random rows of length {one:.3g}, d = {HEAD_DIM} ({outside})",
+            random_case(HEAD_DIM, one),
+        ),
+        "aligned rows, logits to 1": (
+            f"aligned rows of length {one:.3g}, d = {HEAD_DIM} ({outside})",
+            aligned_case(HEAD_DIM, one),
+        ),
     }
-    found = [bound_holds(f"T2.{name}", what, case, kernel, 32 * effort) for name, (what, case) in cases.items()]
-    return [*found, _premise(random_case(HEAD_DIM, 1.0), kernel)]
+    found = [bound_holds(f"T2 {name}", what, case, kernel, 32 * effort) for name, (what, case) in cases.items()]
+    return [*found, premise(random_case(HEAD_DIM, 1.0), kernel)]
 
 
 def bound_holds(id: str, what: str, case: Case, kernel: str, chunks: int) -> Finding:
     weights = KERNELS[kernel].value(case.q.double() @ case.k.double().mT * case.q.shape[-1] ** -0.5)
     attention = float(weights @ case.v.double() / weights.sum())
-    sums = [
+    added = [
         torch.stack([phi_q[0] * (case.v @ phi_k), phi_q[0] * phi_k.sum(0)])
         for phi_q, phi_k in draws(kernel, [case.q, case.k], chunks)
     ]  # (2, FEATURES) each: what every single feature adds to numerator and denominator
     figures: list[dict[str, Any]] = []
     for D in BOUND_WIDTHS:
-        num, den = torch.cat([each.unflatten(1, (-1, D)).double().sum(-1) for each in sums], 1)
+        num, den = torch.cat([each.unflatten(1, (-1, D)).double().sum(-1) for each in added], 1)
         errors = (num / den - attention).abs().nan_to_num(torch.inf)
         for tail in (tail for tail in TAILS if tail * len(errors) >= HITS):
             eps = math.sqrt(2 * math.log(2 * D / tail) / D)
@@ -238,13 +244,13 @@ def bound_holds(id: str, what: str, case: Case, kernel: str, chunks: int) -> Fin
     )
 
 
-def _premise(case: Case, kernel: str) -> Finding:
+def premise(case: Case, kernel: str) -> Finding:
     """The proof puts Hoeffding's inequality on single features' ratios, and takes them to lie in [-L, L]."""
     (phi_k,) = next(draws(kernel, [case.k], chunks=1))
     ratio = (case.v @ phi_k / phi_k.sum(0)).nan_to_num(torch.inf)
     outside = binomial(int((ratio.abs() > 1 + 1e-4).sum()), ratio.numel())  # but for rounding
     return Finding(
-        "T2.proof",
+        "T2 premise of the proof",
         "Theorem 2, its proof",
         "the ratio of a single feature lies in [-L, L]",
         f"random rows of length 1, d = {HEAD_DIM}: {100 * outside.value:.1f}% of the ratios do not "
@@ -259,12 +265,12 @@ def _premise(case: Case, kernel: str) -> Finding:
 def theorem3(effort: int = 1, raw: Callable[..., Tensor] = torch.randn) -> list[Finding]:
     """(gamma attention(pre-SBN q, pre-SBN k))^beta against attention(q, k), with the best gamma and beta there are."""
     return [
-        _restored("T3.normal", "V ~ N(0, 1)", torch.randn, raw, repeats=10 * effort),
-        _restored("T3.positive", "V ~ U(0, 1)", torch.rand, raw, repeats=10 * effort),
+        restored("T3 normal V", "V ~ N(0, 1)", torch.randn, raw, repeats=10 * effort),
+        restored("T3 positive V", "V ~ U(0, 1)", torch.rand, raw, repeats=10 * effort),
     ]
 
 
-def _restored(id: str, name: str, values: Callable[..., Tensor], raw: Callable[..., Tensor], repeats: int) -> Finding:
+def restored(id: str, name: str, values: Callable[..., Tensor], raw: Callable[..., Tensor], repeats: int) -> Finding:
     """What is fitted to half of the queries is judged on the others."""
     errors: dict[str, list[float]] = {"nothing": [], "post-SBN": [], "temperature": []}
     betas, sizes = [], []
