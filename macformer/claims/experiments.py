@@ -54,7 +54,7 @@ def figure3(report: dict[str, Any] | None) -> list[Finding]:
         "F3 error falls with D": "the error falls with D",
         "F3 diminishing returns": "the more features there are, the less one more brings",
         "F3 error grows with n": "the error grows with the length",
-        "F3 better than averaging V": f"RMFA approximates attention (better than averaging V, at the LRA runs' D = {PAPER_WIDTH})",
+        "F3 better than averaging V": f"RMFA approximates attention: better than averaging V at D = {PAPER_WIDTH}",
         "F3 faster everywhere": "RMFA is faster than softmax attention at every length and D",
         "F3 gain grows with n": "the acceleration grows with the length",
         "F3 gain falls with D": "the acceleration falls with D",
@@ -121,8 +121,8 @@ def figure3(report: dict[str, Any] | None) -> list[Finding]:
     add(
         "F3 error grows with n",
         f"exponent of the NMSE in the length at {len(features)} D: {_spread(in_length['nmse'])}, at D = "
-        f"{features[-1]:,} at most {in_length['nmse'][-1].high:.2f}, where V ~ N(0, 1); {_spread(in_length['nmse_offset'])} where "
-        f"V ~ N(1, 1); of the error relative to averaging V {_spread(in_length['deviation'])}",
+        f"{features[-1]:,} at most {in_length['nmse'][-1].high:.2f}, where V ~ N(0, 1); "
+        f"{_spread(in_length['nmse_offset'])} where V ~ N(1, 1); of the error relative to averaging V {_spread(in_length['deviation'])}",
         all_of(in_length["nmse"], rises, lambda i: i.high < FLAT),
         {"exponents": {name: _figures(features, intervals) for name, intervals in in_length.items()}},
     )
