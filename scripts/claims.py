@@ -1,11 +1,11 @@
 """Measure and judge what the paper claims: results/claims.md, results/claims.json and five lines of the README.
 
-    python -m scripts.claims            # all of it, about six minutes on one core
+    python -m scripts.claims            # all of it, about four minutes on one core
     python -m scripts.claims T1 K       # some groups, on the screen alone
     python -m scripts.claims --full     # ten times the draws and rounds: intervals a third as wide
 
 T1, T2, T3: the theorems. K: the kernels. C: cost. M: memory. F3, F4: the two toy experiments. TAB: Table 2.
-F3, F4 and TAB are judged from what `make figure-rmfa`, `make figure-ppsbn`, `make bench` and train.py have written.
+F3, F4 and TAB are judged from what `make figure-rmfa`, `make bench` and train.py have written.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, get_args
@@ -31,7 +31,7 @@ from macformer.claims.cost import cost
 from macformer.claims.finding import LEVEL, MEANING, Finding, Verdict
 from macformer.claims.similarity import similarity
 from macformer.claims.theorems import theorem1, theorem2, theorem3
-from macformer.progress import Screen, duration
+from macformer.progress import duration
 from macformer.report import cells
 from scripts import bench_models
 from scripts.table import write_block
@@ -50,7 +50,7 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def memory(effort: int) -> list[Finding]:
+def memory(effort: int) -> Iterator[Finding]:
     """Peaks of one and two examples at the task's full length, and so of the paper's batch."""
     peaks: dict[str, dict[str, int]] = {}
     for task in cells.TASKS:
@@ -62,7 +62,8 @@ def memory(effort: int) -> list[Finding]:
             trained = as_published(name, spec) if name in AS_PUBLISHED else bench_models.model(name, spec)
             of = bench_models.peaks_of(trained.train(), bench_models.adamw(name, trained), batch)
             peaks[task][name] = bench_models.foretold(of, config.task.batch_size)
-    return experiments.memory(peaks)
+        yield experiments.memory(task, peaks[task])
+    yield experiments.equal_memory(peaks)
 
 
 def as_published(name: str, spec: TaskSpec) -> nn.Module:
@@ -77,7 +78,7 @@ def table2(effort: int) -> list[Finding]:
     return experiments.table2(cells.tables(found, cells.floors(), bench)[0], bench)
 
 
-GROUPS: dict[str, Callable[[int], list[Finding]]] = {
+GROUPS: dict[str, Callable[[int], Iterable[Finding]]] = {
     "T1": theorem1,
     "T2": theorem2,
     "T3": theorem3,
@@ -88,6 +89,7 @@ GROUPS: dict[str, Callable[[int], list[Finding]]] = {
     "F4": lambda effort: experiments.figure4(read("figures/ppsbn.json")),
     "TAB": table2,
 }
+SHARES = {"T1": 69, "T2": 21, "T3": 3, "K": 1, "C": 14, "M": 96}  # seconds of a quick run, for the time that is left
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -134,17 +136,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if unknown := [group for group in options.groups if group not in GROUPS]:
         sys.exit(f"error: {unknown[0]} is no group of claims; choose from {', '.join(GROUPS)}")
-    chosen = options.groups or list(GROUPS)
+    chosen, effort = options.groups or list(GROUPS), 10 if options.full else 1
     devices.prepare(torch.device("cpu"), threads=1)
-    screen, begin = Screen(), time.monotonic()
     findings: list[Finding] = []
+    begin, done, total = time.monotonic(), 0, sum(SHARES.get(group, 1) for group in chosen)
     for number, group in enumerate(chosen, 1):
-        screen.line(f"[{number}/{len(chosen)}] {group}, after {duration(time.monotonic() - begin)}")
-        found = GROUPS[group](10 if options.full else 1)
-        for finding in found:
-            screen.line(f"  {finding.id}: {finding.verdict}\n    {finding.claim}\n    {finding.measured}")
-        findings += found
-    screen.close()
+        left = (time.monotonic() - begin) / done * (total - done) if done else total * effort
+        print(f"[{number}/{len(chosen)}] {group}, about {duration(left)} left", flush=True)
+        for finding in GROUPS[group](effort):
+            print(f"  {finding.id}: {finding.verdict}\n    {finding.claim}\n    {finding.measured}", flush=True)
+            findings.append(finding)
+        done += SHARES.get(group, 1)
     if options.groups:
         return
     report = {

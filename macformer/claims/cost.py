@@ -4,7 +4,7 @@ Shapes: B batch, H heads, n length, d head width, D features.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,10 @@ def sdpa(d: int, D: int, seed: int) -> nn.Module:
     return SoftmaxAttention(implementation="sdpa")
 
 
-def cost(effort: int = 1) -> list[Finding]:
-    return [
-        products(rmfa),
-        *over_length(measure_lengths(ROUNDS * effort)),
-        over_features(measure_features(ROUNDS * effort)),
-    ]
+def cost(effort: int) -> Iterator[Finding]:
+    yield products(rmfa)
+    yield from over_length(measure_lengths(ROUNDS * effort))
+    yield over_features(measure_features(ROUNDS * effort))
 
 
 def inputs(n: int, d: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,9 +95,9 @@ def timed(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
     return seconds
 
 
-def measure_lengths(rounds: int, makes: Sequence[Make] = (rmfa, explicit, sdpa)) -> dict[str, list[list[float]]]:
+def measure_lengths(rounds: int) -> dict[str, list[list[float]]]:
     """By attention: a row a round, a column a length."""
-    arms = {}
+    arms, makes = {}, (rmfa, explicit, sdpa)
     for n in LENGTHS:
         data = inputs(n)
         for make in makes:

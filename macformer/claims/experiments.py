@@ -1,10 +1,10 @@
 """The paper's experiments, judged from files that other commands write: no torch, nothing is measured here.
 
     figure 3   results/figures/rmfa.json, by `make figure-rmfa`
-    figure 4   results/figures/ppsbn.json, by `make figure-ppsbn`
+    figure 4   results/figures/ppsbn.json, which nothing writes yet
     table 2    results/runs, by train.py; results/bench/models.json, by `make bench`; the paper's own numbers
 
-Where a file is not there the claim cannot be checked, and its command says what makes it.
+Where a file is not there the claim cannot be checked, and the row says so.
 """
 
 import math
@@ -122,7 +122,8 @@ def figure3(report: dict[str, Any] | None) -> list[Finding]:
         "F3 error grows with n",
         f"exponent of the NMSE in the length at {len(features)} D: {_spread(in_length['nmse'])}, at D = "
         f"{features[-1]:,} at most {in_length['nmse'][-1].high:.2f}, where V ~ N(0, 1); "
-        f"{_spread(in_length['nmse_offset'])} where V ~ N(1, 1); of the error relative to averaging V {_spread(in_length['deviation'])}",
+        f"{_spread(in_length['nmse_offset'])} where V ~ N(1, 1); of the error relative to "
+        f"averaging V {_spread(in_length['deviation'])}",
         all_of(in_length["nmse"], rises, lambda i: i.high < FLAT),
         {"exponents": {name: _figures(features, intervals) for name, intervals in in_length.items()}},
     )
@@ -181,7 +182,7 @@ def _figures(at: Sequence[int], intervals: Sequence[Interval]) -> dict[str, list
 
 def figure4(report: dict[str, Any] | None) -> list[Finding]:
     """`report["runs"]`: a run has `ppsbn` (true or false), `seed`, and its last `loss`, `perplexity` and `bleu`."""
-    found = []
+    found, command = [], "python -m scripts.claims F4"
     for metric, better in (("loss", -1), ("perplexity", -1), ("bleu", 1)):
         id, claim = (
             f"F4 {metric}",
@@ -192,8 +193,8 @@ def figure4(report: dict[str, Any] | None) -> list[Finding]:
             by_arm[run["ppsbn"]][run["seed"]] = run[metric]
         seeds = sorted(by_arm[True].keys() & by_arm[False].keys())
         if len(seeds) < 2:
-            lacks = "no runs with two seeds of each in results/figures/ppsbn.json yet"
-            found.append(missing(id, "Figure 4", claim, lacks, "make figure-ppsbn claims"))
+            lacks = "results/figures/ppsbn.json, runs with and without ppSBN of two seeds or more, is not there"
+            found.append(missing(id, "Figure 4", claim, lacks, command))
             continue
         gain = student([better * (by_arm[True][seed] - by_arm[False][seed]) for seed in seeds], comparisons=3)
         measured = f"better by {gain:.3g} ({len(seeds)} seeds, paired)"
@@ -205,7 +206,7 @@ def figure4(report: dict[str, Any] | None) -> list[Finding]:
                 claim,
                 measured,
                 verdict,
-                "make figure-ppsbn claims",
+                command,
                 {"gain": [gain.value, gain.low, gain.high]},
             )
         )
@@ -326,42 +327,36 @@ def _agreement(difference: Interval, above: bool) -> Verdict:
     return all_of([difference], rises if above else falls, falls if above else rises)
 
 
-def memory(peaks: dict[str, dict[str, int]]) -> list[Finding]:
-    """`peaks`: task -> model -> peak bytes of a training step at the paper's batch size."""
-    found = []
-    for task, of in peaks.items():
-        paper = PAPER["memory"][task]["macformer_exp"]
-        checkpointed = f"{BASELINE}_checkpointed"
-        ours = of["macformer_exp"] / of[BASELINE]
-        published = of["release"] / of["base code"]
-        verdict: Verdict = "not reproduced"
-        if _close(ours, paper):
-            verdict = "reproduced"
-        elif _close(published, paper):
-            verdict = "reproduced with a correction"
-        found.append(
-            Finding(
-                f"M {task}",
-                "Table 2",
-                f"{task}: a Macformer takes {paper:.3f} times the memory of the Transformer",
-                f"ours takes {ours:.3f} of our Transformer's, {of['macformer_exp'] / of[checkpointed]:.3f} of its "
-                "checkpointed form. Causal sums that are all held in memory, as in the authors' later release, take "
-                f"{published:.3f} of what checkpointed softmax takes in the base code's way, a new matrix at each step"
-                + ": that is what the paper seems to compare"
-                * (verdict == "reproduced with a correction"),
-                verdict,
-                "python -m scripts.claims M",
-                {"peak_bytes": of},
-            )
-        )
-    return [*found, _equal_memory(peaks)]
+def memory(task: str, peaks: dict[str, int]) -> Finding:
+    """`peaks`: model -> peak bytes of a training step at the paper's batch size."""
+    paper = PAPER["memory"][task]["macformer_exp"]
+    ours = peaks["macformer_exp"] / peaks[BASELINE]
+    published = peaks["release"] / peaks["base code"]
+    verdict: Verdict = "not reproduced"
+    if _close(ours, paper):
+        verdict = "reproduced"
+    elif _close(published, paper):
+        verdict = "reproduced with a correction"
+    return Finding(
+        f"M {task}",
+        "Table 2",
+        f"{task}: a Macformer takes {paper:.3f} times the memory of the Transformer",
+        f"ours takes {ours:.3f} of our Transformer's, {peaks['macformer_exp'] / peaks[f'{BASELINE}_checkpointed']:.3f} of "
+        "its checkpointed form. Causal sums that are all held in memory, as in the authors' later release, take "
+        f"{published:.3f} of what checkpointed softmax takes in the base code's way, a new matrix at each step"
+        + ": that is what the paper seems to compare"
+        * (verdict == "reproduced with a correction"),
+        verdict,
+        "python -m scripts.claims M",
+        {"peak_bytes": peaks},
+    )
 
 
 def _close(ours: float, paper: float) -> bool:
     return abs(ours / paper - 1) < CLOSE
 
 
-def _equal_memory(peaks: dict[str, dict[str, int]]) -> Finding:
+def equal_memory(peaks: dict[str, dict[str, int]]) -> Finding:
     spread = {task: max(of[m] for m in MACFORMERS) / min(of[m] for m in MACFORMERS) - 1 for task, of in peaks.items()}
     return Finding(
         "M equal for all kernels",

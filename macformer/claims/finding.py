@@ -15,7 +15,7 @@ MEANING: dict[Verdict, str] = {
     "reproduced with a correction": "not as it is printed; what the row says instead was measured to hold",
     "not reproduced": "what was measured contradicts it",
     "inconclusive": "the intervals allow both",
-    "cannot be checked here": "what it takes is not there; the command makes it",
+    "cannot be checked here": "what it takes is not there; the row says what",
 }
 LEVEL = 0.001  # of all intervals of one finding together: so often they miss a true value
 

@@ -30,7 +30,7 @@ CORRECTED = {"log": "1/max(1, N)", "sqrt": "the double factorial (2N-3)!! for 2N
 HEAD_DIM, FEATURES = 32, 128  # on LRA
 
 
-def similarity(effort: int = 1) -> list[Finding]:
+def similarity(effort: int) -> list[Finding]:
     return [*(coefficients(name, *FORMULAS[name]) for name in FORMULAS), twins(), domain(), apart(repeats=10 * effort)]
 
 
@@ -126,7 +126,7 @@ def domain(normalise: Callable[[Tensor], Tensor] = lambda x: PreSBN(1e-13)(x)) -
 
 
 def apart(
-    repeats: int = 10, size: float = 1.0, d: int = HEAD_DIM, D: int = FEATURES, sampling: Sampling = "paper"
+    repeats: int, size: float = 1.0, d: int = HEAD_DIM, D: int = FEATURES, sampling: Sampling = "paper"
 ) -> Finding:
     """Exact attentions of each two kernels against each other, and RMFA's error: all relative to |exp - mean(V)|^2."""
     names = [name for name in KERNELS if name != "trigh"]
