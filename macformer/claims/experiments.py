@@ -341,8 +341,9 @@ def memory(task: str, peaks: dict[str, int]) -> Finding:
         f"M {task}",
         "Table 2",
         f"{task}: a Macformer takes {paper:.3f} times the memory of the Transformer",
-        f"ours takes {ours:.3f} of our Transformer's, {peaks['macformer_exp'] / peaks[f'{BASELINE}_checkpointed']:.3f} of "
-        "its checkpointed form. Causal sums that are all held in memory, as in the authors' later release, take "
+        f"ours takes {ours:.3f} of our Transformer's, "
+        f"{peaks['macformer_exp'] / peaks[f'{BASELINE}_checkpointed']:.3f} of its checkpointed form. Causal "
+        "sums that are all held in memory, as in the authors' later release, take "
         f"{published:.3f} of what checkpointed softmax takes in the base code's way, a new matrix at each step"
         + ": that is what the paper seems to compare"
         * (verdict == "reproduced with a correction"),

@@ -77,7 +77,12 @@ def slopes(x: Sequence[float], y: Sequence[Sequence[float]]) -> list[float]:
 
 
 def is_nothing(interval: Interval, margin: float) -> Verdict:
-    """Is it zero? Yes if the interval has zero and does not leave the margin; no if zero is not in it."""
+    """Is it zero? Yes if the interval has zero and does not leave the margin; no if zero is not in it.
+
+    A millionth of the margin is rounding.
+    """
+    if interval.within(-1e-6 * margin, 1e-6 * margin):
+        return "reproduced"
     if not interval.low <= 0 <= interval.high:
         return "not reproduced"
     return "reproduced" if interval.within(-margin, margin) else "inconclusive"
