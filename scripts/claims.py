@@ -68,6 +68,7 @@ def memory(effort: int) -> Iterator[Finding]:
 
 def as_published(name: str, spec: TaskSpec) -> nn.Module:
     model, attention = AS_PUBLISHED[name]
+    torch.manual_seed(0)  # as bench_models.model does
     built = configs.build(bench_models.composed(f"model={model}"), "model", **asdict(spec), attention=attention)
     return OneByOne(built) if spec.paired else built
 

@@ -106,10 +106,10 @@ def over_length(bench: dict[str, Any]) -> Drawn:
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     says = " ".join(crossing["says"] for crossing in bench["lengths"]["break_even"])
     caption = f"Whole models in turn on the same batches; median and range of the rounds. {says}"
-    return _saved("table2-lengths", figure, title, caption.strip())
+    return saved("table2-lengths", figure, title, caption.strip())
 
 
-def _saved(name: str, figure: Figure, title: str, caption: str) -> Drawn:
+def saved(name: str, figure: Figure, title: str, caption: str) -> Drawn:
     """Without dates and names of programs; the salt makes the ids in the SVG the same every time."""
     png, svg = io.BytesIO(), io.BytesIO()
     figure.savefig(png, format="png", dpi=110, metadata={"Software": None})
@@ -164,7 +164,7 @@ def _curves(name: str, column: Column, warning: str) -> Drawn:
         "Lines are means over the seeds (n of them), bands go from the lowest to the highest seed. The training "
         f"loss is the mean since the evaluation before. Floors: measured on {column.floors_of}."
     )
-    return _saved(name, figure, title, caption)
+    return saved(name, figure, title, caption)
 
 
 def _bars(name: str, column: Column, warning: str) -> Drawn:
@@ -200,7 +200,7 @@ def _bars(name: str, column: Column, warning: str) -> Drawn:
         ["Training time and peak memory as multiples of the Transformer's; less is better."]
         + [explained[kind] for kind in kinds]
     )
-    return _saved(name, figure, title, caption)
+    return saved(name, figure, title, caption)
 
 
 def _cost(cell: Cell, measure: str, kind: str) -> tuple[float, float, float] | None:
@@ -269,7 +269,7 @@ def _accuracy_over_time(name: str, table: Table, warning: str) -> Drawn:
         "and the standard deviation of the time over seeds. The paper's are hollow, with the 95% interval that the "
         "size of its test set gives. The dashed line is what the best cheap predictor reaches."
     )
-    return _saved(name, figure, title, caption)
+    return saved(name, figure, title, caption)
 
 
 def _point(panel: Axes, time: float, spread: float | None, ends: tuple[Any, Any, Any], look: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from macformer.report.figures import FLOOR_COLOUR, STYLE, THIN, Drawn, _saved
+from macformer.report.figures import FLOOR_COLOUR, STYLE, THIN, Drawn, saved
 
 COLOURS = "cividis"  # even steps to the eye, also to a colour-blind one; dark is small, as in the paper
 LOOKS = {  # Okabe and Ito's, as in figures.py
@@ -190,7 +190,7 @@ def _maps(report: Report) -> Drawn:
     for panel in panels[:, 0]:
         panel.set_ylabel("features D")
     figure.supxlabel(textwrap.fill(caption(report), WRAP), **SMALL)
-    return _saved("rmfa-maps", figure, title, caption(report))
+    return saved("rmfa-maps", figure, title, caption(report))
 
 
 def _heat(panel: Axes, report: Report, values: NDArray[Any], unit: str, at_zero: str) -> None:
@@ -270,7 +270,7 @@ def _samplings(report: Report) -> Drawn:
     figure.legend(loc="outside upper center", ncols=4, title=title)
     text = f"{caption(report)} Bars: standard deviation over the repeats."
     figure.supxlabel(textwrap.fill(text, WRAP), **SMALL)
-    return _saved("rmfa-samplings", figure, title, text)
+    return saved("rmfa-samplings", figure, title, text)
 
 
 def _ends(chosen: Sequence[Cell]) -> Iterator[tuple[float, float, float]]:
