@@ -65,7 +65,7 @@ bench-data: setup ## measure how fast data are made, packed and read, into resul
 figure-rmfa: setup ## the paper's Figure 3, error and time of RMFA on random data, into results/figures (6 minutes; FULL=1: 11 hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.figure_rmfa $(if $(FULL),--full)
 
-claims: setup ## measure and judge what the paper claims, into results/claims.md (7 minutes; FULL=1: an hour)
+claims: setup ## measure and judge what the paper claims, into results/claims.md (4 minutes; FULL=1: 25)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.claims $(if $(FULL),--full)
 
 golden: setup ## write the golden losses and tables of tests/golden anew (only when a change of the numbers is meant)

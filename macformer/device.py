@@ -175,6 +175,15 @@ class Clock:
         return self.last - before
 
 
+def turn(device: torch.device, work: Callable[[], Item], seconds: float) -> tuple[float, Item]:
+    """Call it for that long, once at least: mean seconds of a call, and what the last one returned."""
+    begin, calls = now(device), 0
+    while calls == 0 or now(device) - begin < seconds:
+        result = work()
+        calls += 1
+    return (now(device) - begin) / calls, result
+
+
 def feed(device: torch.device, batches: Iterable[tuple[Array, ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Batches as tensors on the device.
 

@@ -145,12 +145,9 @@ def race(names: list[str], B: int, H: int, n: int, rounds: int, device: torch.de
         show(f"B, H, n = {B}, {H}, {n:,}: round {number} of {rounds}")
         for name in order.sample(names, len(names)):
             attention = draws[number][name].to(device)
-            begin, calls = devices.now(device), 0
-            while calls == 0 or devices.now(device) - begin < TURN:
-                run(attention, data)
-                calls += 1
+            took, _ = devices.turn(device, partial(run, attention, data), TURN)
             if number:
-                seconds[name].append((devices.now(device) - begin) / calls)
+                seconds[name].append(took)
                 flops[name].append(flop(attention, B, H, n))
         begin = devices.now(device)
         for _ in range(4):

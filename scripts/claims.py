@@ -34,11 +34,11 @@ from macformer.claims.theorems import theorem1, theorem2, theorem3
 from macformer.progress import duration
 from macformer.report import cells
 from scripts import bench_models
-from scripts.table import write_block
+from scripts.table import find_block, write_block
 
 RESULTS = cells.ROOT / "results"
 BEGIN, END = "<!-- written by `make claims` -->", "<!-- until here: claims -->"
-MODELS = ("transformer", "transformer_checkpointed", *experiments.MACFORMERS)
+MODELS = ("transformer", "transformer_checkpointed", "rfa", *experiments.MACFORMERS)
 AS_PUBLISHED = {  # name -> the model that it is, but for its attention
     "base code": ("transformer", partial(StepwiseSoftmax, 0.1)),
     "release": ("macformer_exp", partial(RunningSum, 32)),
@@ -64,6 +64,7 @@ def memory(effort: int) -> Iterator[Finding]:
             peaks[task][name] = bench_models.foretold(of, config.task.batch_size)
         yield experiments.memory(task, peaks[task])
     yield experiments.equal_memory(peaks)
+    yield experiments.memory_of_rfa(peaks)
 
 
 def as_published(name: str, spec: TaskSpec) -> nn.Module:
@@ -90,7 +91,15 @@ GROUPS: dict[str, Callable[[int], Iterable[Finding]]] = {
     "F4": lambda effort: experiments.figure4(read("figures/ppsbn.json")),
     "TAB": table2,
 }
-SHARES = {"T1": 69, "T2": 21, "T3": 3, "K": 1, "C": 14, "M": 96}  # seconds of a quick run, for the time that is left
+AREAS = {
+    "Theorems and algorithm": ("T1", "T2", "T3"),
+    "Kernels": ("K",),
+    "Cost and memory": ("C", "M"),
+    "Toy experiments": ("F3", "F4"),
+    "Table 2": ("TAB",),
+}
+SHARES = {"T1": 80, "T2": 21, "T3": 6, "K": 1, "C": 14, "M": 100}  # seconds of a quick run, for the time that is left
+NO_DRAWS = ("M", "F3", "F4", "TAB")  # these take no longer with --full
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -123,31 +132,39 @@ def count(report: dict[str, Any], verdict: Verdict) -> int:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Five lines for the README: one a verdict."""
-    named: dict[str, list[str]] = {verdict: [] for verdict in get_args(Verdict)}
-    for finding in report["findings"]:
-        named[finding["verdict"]].append(finding["id"])
-    return "\n".join(f"- **{verdict} ({len(ids)})**: {'; '.join(ids) or 'none'}" for verdict, ids in named.items())
+    """Five lines for the README, one an area: how many claims have which verdict; what is reproduced is not named."""
+    lines = []
+    for area, groups in AREAS.items():
+        told = []
+        for verdict in get_args(Verdict):
+            ids = [f["id"] for f in report["findings"] if f["verdict"] == verdict and f["id"].split()[0] in groups]
+            names = "" if verdict == "reproduced" else f" ({'; '.join(ids)})"
+            told += [f"{len(ids)} {verdict}{names}"] * bool(ids)
+        lines.append(f"- **{area}**: {', '.join(told)}.")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; default: all, written")
-    parser.add_argument("--full", action="store_true", help="ten times the draws and rounds (about an hour)")
+    parser.add_argument("--full", action="store_true", help="ten times the draws and rounds (about 25 minutes)")
     options = parser.parse_args(arguments)
     if unknown := [group for group in options.groups if group not in GROUPS]:
         sys.exit(f"error: {unknown[0]} is no group of claims; choose from {', '.join(GROUPS)}")
+    if not options.groups:
+        find_block(BEGIN, END)  # now, not when all the work is done
     chosen, effort = options.groups or list(GROUPS), 10 if options.full else 1
     devices.prepare(torch.device("cpu"), threads=1)
     findings: list[Finding] = []
-    begin, done, total = time.monotonic(), 0, sum(SHARES.get(group, 1) for group in chosen)
+    shares = {group: SHARES.get(group, 1) * (1 if group in NO_DRAWS else effort) for group in chosen}
+    begin, done, total = time.monotonic(), 0, sum(shares.values())
     for number, group in enumerate(chosen, 1):
-        left = (time.monotonic() - begin) / done * (total - done) if done else total * effort
+        left = (time.monotonic() - begin) / done * (total - done) if done else total
         print(f"[{number}/{len(chosen)}] {group}, about {duration(left)} left", flush=True)
         for finding in GROUPS[group](effort):
             print(f"  {finding.id}: {finding.verdict}\n    {finding.claim}\n    {finding.measured}", flush=True)
             findings.append(finding)
-        done += SHARES.get(group, 1)
+        done += shares[group]
     if options.groups:
         return
     report = {

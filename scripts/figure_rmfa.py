@@ -27,8 +27,8 @@ import torch
 
 from macformer import device as devices
 from macformer import record as records
-from macformer.claims import figure3
-from macformer.claims.figure3 import Sample, Settings
+from macformer.claims import random_data
+from macformer.claims.random_data import Sample, Settings
 from macformer.progress import Screen, duration
 
 try:
@@ -60,7 +60,7 @@ def measure(settings: Settings, device: torch.device, state: Path) -> list[list[
             fresh = []
             for at, n in enumerate(settings.lengths):
                 screen.live(partial(text, r, at))
-                fresh.append(figure3.measure(settings, r, n, device, warm_up=r == first))
+                fresh.append(random_data.measure(settings, r, n, device, warm_up=r == first))
             samples.append(fresh)
             records.write_text(state, json.dumps(samples))
     finally:
@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the paper's 16 examples and 100 repeats: about 11 hours")
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=list(figure3.LENGTHS), help="default: 200, 400 .. 4000"
+        "--lengths", type=int, nargs="+", default=list(random_data.LENGTHS), help="default: 200, 400 .. 4000"
     )
     parser.add_argument(
-        "--features", type=int, nargs="+", default=list(figure3.FEATURES), help="default: 8, 16 .. 2048"
+        "--features", type=int, nargs="+", default=list(random_data.FEATURES), help="default: 8, 16 .. 2048"
     )
     parser.add_argument("--repeats", type=int, help=f"default: {QUICK[1]}, with --full {FULL[1]}")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
@@ -106,6 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         repeats = repeats if options.repeats is None else options.repeats
         settings = Settings(batch, repeats, tuple(options.lengths), tuple(options.features))
         device = devices.choose(options.device)
+        if options.output == parser.get_default("output") and any(
+            getattr(options, name) != parser.get_default(name) for name in ("lengths", "features", "repeats")
+        ):
+            raise ValueError("other lengths, features or repeats need an --output: results/figures has the whole map")
         if options.output.exists() and not options.output.is_dir():
             raise ValueError(f"--output {options.output} is a file: give a folder")
     except ValueError as error:
@@ -118,16 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "settings": {
             "quick": not options.full,
             "batch": batch,
-            "heads": figure3.HEADS,
-            "head_dim": figure3.HEAD_DIM,
-            "eps": figure3.EPS,
-            "kernel": figure3.KERNEL,
+            "heads": random_data.HEADS,
+            "head_dim": random_data.HEAD_DIM,
+            "eps": random_data.EPS,
+            "kernel": random_data.KERNEL,
             "repeats": repeats,
             "threads": 1,
             "command": " ".join(command),
         },
     }
-    if complaint := figure3.wrong(settings, device):
+    if complaint := random_data.wrong(settings, device):
         print(f"error: {complaint}", file=sys.stderr)
         return 1
     identity = json.dumps([asdict(settings), head], sort_keys=True)  # other code or another machine begins anew
@@ -145,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    report = head | figure3.report(settings, samples)
+    report = head | random_data.report(settings, samples)
     files = {
         "rmfa.json": text_of(report).encode(),
         "rmfa.csv": maps.csv(report).encode(),

@@ -11,12 +11,18 @@ README = cells.ROOT / "README.md"
 BEGIN, END = "<!-- written by `make table` -->", "<!-- until here -->"
 
 
-def write_block(begin: str, end: str, text: str) -> None:
-    """Put it into the README, between these two lines."""
+def find_block(begin: str, end: str) -> tuple[str, str]:
+    """What stands in the README before and after these two lines."""
     before, found, rest = README.read_text().partition(begin)
     _, closed, after = rest.partition(end)
     if not (found and closed):
         sys.exit(f"error: README.md lacks the lines {begin} and {end}, between which this goes")
+    return before, after
+
+
+def write_block(begin: str, end: str, text: str) -> None:
+    """Put it into the README, between these two lines."""
+    before, after = find_block(begin, end)
     records.write_text(README, f"{before}{begin}\n\n{text}\n{end}{after}")
 
 

@@ -29,7 +29,6 @@ from tests.golden.tables import fixture_records
 
 REPORT = json.loads((ROOT / "results" / "claims.json").read_text())
 COMMITTED = {finding["id"]: finding for finding in REPORT["findings"]}
-FIGURE3 = json.loads((ROOT / "results" / "figures" / "rmfa.json").read_text())
 
 
 def printed(name: str) -> Kernel:
@@ -62,20 +61,11 @@ def equal_keys(case: theorems.Case) -> theorems.Case:
     return replace(case, k=case.q.expand_as(case.k))
 
 
-def bound(case: theorems.Case) -> Finding:
-    return theorems.bound_holds("", "", theorems.tails(equal_keys(case), 32))
-
-
 def unit_rows(*shape: int, generator: torch.Generator) -> Tensor:
     return PreSBN(theorems.EPS)(torch.randn(*shape, generator=generator))
 
 
-def restored() -> Iterable[Finding]:
-    """Rows that pre-SBN leaves as they are: there is nothing to bring back."""
-    return theorems.theorem3(effort=1, raw=unit_rows)
-
-
-def report3(**changes: Callable[[int, int, np.random.Generator], float]) -> list[Finding]:
+def report3(repeats: int = 6, **changes: Callable[[int, int, np.random.Generator], float]) -> list[Finding]:
     """Figure 3 of made-up measurements: by default all that the paper says of it holds."""
     laws: dict[str, Callable[[int, int, np.random.Generator], float]] = {
         "nmse": lambda n, D, rng: n**0.5 / D,
@@ -88,13 +78,14 @@ def report3(**changes: Callable[[int, int, np.random.Generator], float]) -> list
     rng = np.random.default_rng(0)
 
     def samples(name: str, n: int, D: int) -> list[float]:
-        return [laws[name](n, D, rng) * rng.lognormal(0, 0.01) for _ in range(6)]
+        return [laws[name](n, D, rng) * rng.lognormal(0, 0.01) for _ in range(repeats)]
 
     lengths, features = [200, 800, 3200], [8, 32, 128, 512, 2048]
     errors = ("nmse", "nmse_offset", "deviation", "seconds")
     return experiments.figure3(
         {
-            "settings": {"repeats": 6, "batch": 1},
+            **ORIGIN,
+            "settings": {"repeats": repeats, "batch": 1},
             "lengths": lengths,
             "features": features,
             "cells": [
@@ -118,17 +109,20 @@ def report4(better: float, seeds: int = 4) -> list[Finding]:
     return experiments.figure4({"runs": runs})
 
 
+ORIGIN = {"code": {"commit": "0123456789"}, "environment": {"device_name": "Test CPU", "threads": 1}}
+
+
 def race(task: str, ratios: dict[str, float] | None = None) -> Finding:
     """A race in which the models take the paper's shares of the Transformer's time, or these."""
     shares = PAPER["time"][task] | (ratios or {})
     arms = {model: {"seconds": [share * noise for noise in (1.0, 1.02, 0.99)]} for model, share in shares.items()}
-    return experiments.time_order(task, {"results": [{"setting": f"{task}-full", "arms": arms}]})
+    return experiments.time_order(task, ORIGIN | {"results": [{"setting": f"{task}-full", "arms": arms}]})
 
 
 def kernels_raced(task: str, power: float = 1.0) -> Finding:
     """A race in which their times are those of the paper, to some power."""
     arms = {model: {"seconds": [share**power] * 3} for model, share in PAPER["time"][task].items()}
-    return experiments.time_of_kernels(task, {"results": [{"setting": f"{task}-full", "arms": arms}]})
+    return experiments.time_of_kernels(task, ORIGIN | {"results": [{"setting": f"{task}-full", "arms": arms}]})
 
 
 def accuracies(task: str, sign: int = 1, half: float = 0.001) -> Finding:
@@ -157,89 +151,173 @@ def seconds(exponent: float, at: tuple[int, ...], noise: float = 0.01) -> list[l
     return [[x**exponent * rng.lognormal(0, noise) for x in at] for _ in range(10)]
 
 
-TURNED: dict[str, Callable[[], Finding]] = {
-    "T1 kernel estimate": lambda: theorems.kernel_estimate(("printed log",), 32),
-    "T1 numerator": lambda: named(theorems.sums("too large", 16), "T1 numerator"),
-    "T1 denominator": lambda: named(theorems.sums("too large", 16), "T1 denominator"),
-    "T1 ratio (RMFA)": lambda: named(theorems.sums("too steep", 8), "T1 ratio (RMFA)"),
-    "T2 random rows": lambda: bound(theorems.random_case(64, 1.0)),
-    "T2 aligned rows": lambda: bound(theorems.aligned_case(64, 1.0)),
-    "T2 aligned rows, d = 1": lambda: bound(theorems.aligned_case(1, 1.0)),
-    "T2 premise of the proof": lambda: theorems.premise(equal_keys(theorems.random_case(64, 1.0))),
-    "T3 normal V": lambda: named(restored(), "T3 normal V"),
-    "T3 positive V": lambda: named(restored(), "T3 positive V"),
-    "K series of exp": lambda: similarity.coefficients("exp", "2/N!", lambda N: 2 * KERNELS["exp"].coefficient(N)),
-    "K series of inv": lambda: similarity.coefficients("inv", "1/N!", KERNELS["exp"].coefficient),
-    "K series of log": lambda: similarity.coefficients("log", "right", KERNELS["log"].coefficient),
-    "K series of trigh": lambda: similarity.coefficients("trigh", "1/(2N)!", lambda N: 1.0 if N % 2 == 0 else 0.0),
-    "K series of sqrt": lambda: similarity.coefficients("sqrt", "right", KERNELS["sqrt"].coefficient),
-    "K trigh is not exp": lambda: similarity.twins("exp", "inv"),
-    "K arguments below 1": lambda: similarity.domain(normalise=lambda x: x),
-    "K kernels differ": lambda: similarity.apart(repeats=5, size=2**0.5, d=8, D=2**14, sampling="exact01"),
-    "C operations": lambda: cost.products(cost.explicit),
-    "C RMFA linear in n": lambda: cost.over_length({"rmfa": seconds(2, cost.LENGTHS)})[0],
-    "C softmax quadratic in n": lambda: cost.over_length({"explicit": seconds(1, cost.LENGTHS)})[0],
-    "C SDPA quadratic in n": lambda: cost.over_length({"sdpa": seconds(1, cost.LENGTHS)})[0],
-    "C RMFA linear in D": lambda: cost.over_features({"rmfa": seconds(2, cost.WIDTHS)}),
-    **{f"M {task}": lambda task=task: named(peaks(), f"M {task}") for task in TASKS},
-    "M equal for all kernels": lambda: named(peaks(macformer_inv=3000), "M equal for all kernels"),
-    "F3 error falls with D": lambda: named(report3(nmse=lambda n, D, rng: D), "F3 error falls with D"),
-    "F3 diminishing returns": lambda: named(report3(nmse=lambda n, D, rng: 1e4 - D), "F3 diminishing returns"),
-    "F3 error grows with n": lambda: named(report3(), "F3 error grows with n"),
-    "F3 better than averaging V": lambda: named(report3(), "F3 better than averaging V"),
-    "F3 faster everywhere": lambda: named(report3(), "F3 faster everywhere"),
-    "F3 gain grows with n": lambda: named(report3(seconds=lambda n, D, rng: n**2.5), "F3 gain grows with n"),
-    "F3 gain falls with D": lambda: named(report3(seconds=lambda n, D, rng: 1 / D), "F3 gain falls with D"),
-    **{
-        f"F4 {metric}": lambda metric=metric: named(report4(0.1), f"F4 {metric}")
-        for metric in ("loss", "perplexity", "bleu")
+Cases = dict[str, Callable[[], Finding]]  # verdict -> a case that has it
+YES, CORRECTED, NO = "reproduced", "reproduced with a correction", "not reproduced"
+
+
+def tails_of(case: theorems.Case) -> Cases:
+    """The bound holds if each key is the query, and does not as they are."""
+    return {
+        YES: lambda: theorems.bound_holds("", "", theorems.tails(equal_keys(case), 32)),
+        NO: lambda: theorems.bound_holds("", "", theorems.tails(case, 32)),
+    }
+
+
+def sums_of(id: str) -> Cases:
+    return {
+        YES: lambda: named(theorems.sums("exp", 48), id),
+        NO: lambda: named(theorems.sums("too large", 16), id),
+    }
+
+
+def restored_of(id: str) -> Cases:
+    """Rows that pre-SBN leaves as they are: there is nothing to bring back."""
+    return {
+        YES: lambda: named(theorems.theorem3(effort=1, raw=unit_rows), id),
+        NO: lambda: named(theorems.theorem3(effort=1), id),
+    }
+
+
+def series_of(name: str, wrong: Callable[[int], float]) -> Cases:
+    return {
+        YES: lambda: similarity.coefficients(name, "the right ones", KERNELS[name].coefficient),
+        CORRECTED: lambda: similarity.coefficients(name, "wrong ones", wrong),
+    }
+
+
+def exponents_of(name: str, yes: float, no: float) -> Cases:
+    return {
+        YES: lambda: cost.over_length({name: seconds(yes, cost.LENGTHS)})[0],
+        NO: lambda: cost.over_length({name: seconds(no, cost.LENGTHS)})[0],
+    }
+
+
+def figure3_of(id: str, **law: Callable[[int, int, np.random.Generator], float]) -> Cases:
+    return {YES: lambda: named(report3(), id), NO: lambda: named(report3(**law), id)}
+
+
+def figure4_of(metric: str) -> Cases:
+    return {YES: lambda: named(report4(0.1), f"F4 {metric}"), NO: lambda: named(report4(-0.1), f"F4 {metric}")}
+
+
+def memory_of(task: str) -> Cases:
+    published = round(1000 * PAPER["memory"][task]["macformer_exp"])
+    return {
+        YES: lambda: named(peaks(), f"M {task}"),
+        CORRECTED: lambda: named(peaks(macformer_exp=30, release=published), f"M {task}"),
+        NO: lambda: named(peaks(macformer_exp=30), f"M {task}"),
+    }
+
+
+CASES: dict[str, Cases] = {
+    "T1 kernel estimate": {
+        YES: lambda: theorems.kernel_estimate(("log",), 64),
+        NO: lambda: theorems.kernel_estimate(("printed log",), 32),
     },
-    "TAB kernels suit tasks": lambda: experiments.kernels_differ(
-        {task: values | {"macformer_inv": values["macformer_inv"] + 10} for task, values in PAPER["accuracy"].items()},
-        PAPER["test_examples"],
-    ),
-    "TAB time, text": lambda: race("text", {"macformer_log": 1.5}),
-    "TAB time, listops": lambda: race("listops"),
-    "TAB time, retrieval": lambda: race("retrieval", {"rfa": 1.5}),
-    **{f"TAB time of kernels, {task}": lambda task=task: kernels_raced(task) for task in TASKS},
-    **{f"TAB accuracy, {task}": lambda task=task: accuracies(task) for task in TASKS},
+    "T1 any p": {
+        YES: lambda: theorems.any_p("exp", 2.0, 32),
+        CORRECTED: lambda: theorems.any_p("exp", 3.0, 32),
+        NO: lambda: theorems.any_p("too large", 3.0, 32),
+    },
+    "T1 numerator": sums_of("T1 numerator"),
+    "T1 denominator": sums_of("T1 denominator"),
+    "T1 ratio (RMFA)": {
+        # A constant kernel: numerator and denominator have one random factor, which cancels.
+        YES: lambda: named(theorems.sums("constant", 4), "T1 ratio (RMFA)"),
+        CORRECTED: lambda: named(theorems.sums("exp", 32), "T1 ratio (RMFA)"),
+        NO: lambda: named(theorems.sums("too steep", 8), "T1 ratio (RMFA)"),
+    },
+    "T2 random rows": tails_of(theorems.random_case(64, 1.0)),
+    "T2 aligned rows": tails_of(theorems.aligned_case(64, 1.0)),
+    "T2 aligned rows, d = 1": tails_of(theorems.aligned_case(1, 1.0)),
+    "T2 premise of the proof": {
+        YES: lambda: theorems.premise(equal_keys(theorems.random_case(64, 1.0)), 32),
+        NO: lambda: theorems.premise(theorems.random_case(64, 1.0), 4),
+    },
+    "T3 normal V": restored_of("T3 normal V"),
+    "T3 positive V": restored_of("T3 positive V"),
+    "T3 post-SBN is a number": {
+        YES: lambda: theorems.a_number(torch.rand),
+        CORRECTED: lambda: theorems.a_number(torch.randn),
+    },
+    "T3 pre-SBN bounds the error": {
+        YES: lambda: theorems.bounded(PreSBN(theorems.EPS), repeats=10),
+        NO: lambda: theorems.bounded(lambda x: 3 * x, repeats=10),
+    },
+    "K series of exp": series_of("exp", lambda N: 2 * KERNELS["exp"].coefficient(N)),
+    "K series of inv": series_of("inv", KERNELS["exp"].coefficient),
+    "K series of log": series_of("log", similarity.FORMULAS["log"][1]),
+    "K series of trigh": series_of("trigh", KERNELS["inv"].coefficient),
+    "K series of sqrt": series_of("sqrt", similarity.FORMULAS["sqrt"][1]),
+    "K five different kernels": {YES: lambda: similarity.twins("exp", "inv"), NO: similarity.twins},
+    "K arguments below 1": {YES: similarity.domain, NO: lambda: similarity.domain(normalise=lambda x: x)},
+    "K kernels differ": {
+        YES: lambda: similarity.apart(repeats=5, size=2**0.5, d=8, D=2**14, sampling="exact01"),
+        NO: lambda: similarity.apart(repeats=10),
+    },
+    "C operations": {YES: lambda: cost.products(cost.rmfa), NO: lambda: cost.products(cost.explicit)},
+    "C RMFA at most linear in n": exponents_of("rmfa", 1, 2),
+    "C softmax quadratic in n": exponents_of("explicit", 2, 1),
+    "C SDPA quadratic in n": exponents_of("sdpa", 2, 1),
+    "C RMFA at most linear in D": {
+        YES: lambda: cost.over_features({"rmfa": seconds(1, cost.WIDTHS)}),
+        NO: lambda: cost.over_features({"rmfa": seconds(2, cost.WIDTHS)}),
+    },
+    **{f"M {task}": memory_of(task) for task in TASKS},
+    "M equal for all kernels": {
+        YES: lambda: named(peaks(), "M equal for all kernels"),
+        NO: lambda: named(peaks(macformer_inv=3000), "M equal for all kernels"),
+    },
+    "M RFA": {YES: lambda: named(peaks(), "M RFA"), NO: lambda: named(peaks(rfa=50), "M RFA")},
+    "F3 error falls with D": figure3_of("F3 error falls with D", nmse=lambda n, D, rng: D),
+    "F3 diminishing returns": figure3_of("F3 diminishing returns", nmse=lambda n, D, rng: 1e4 - D),
+    "F3 error grows with n": figure3_of("F3 error grows with n", nmse=lambda n, D, rng: 1 / (n * D)),
+    "F3 replaces attention": figure3_of("F3 replaces attention", deviation=lambda n, D, rng: 500 / D),
+    "F3 faster everywhere": figure3_of("F3 faster everywhere", seconds=lambda n, D, rng: 1e-7 * n * D),
+    "F3 gain grows with n": figure3_of("F3 gain grows with n", seconds=lambda n, D, rng: n**2.5),
+    "F3 gain falls with D": figure3_of("F3 gain falls with D", seconds=lambda n, D, rng: 1 / D),
+    **{f"F4 {metric}": figure4_of(metric) for metric in ("loss", "perplexity", "bleu")},
+    "TAB kernels suit tasks": {
+        YES: lambda: experiments.kernels_differ(
+            {task: of | {"macformer_inv": of["macformer_inv"] + 10} for task, of in PAPER["accuracy"].items()},
+            PAPER["test_examples"],
+        ),
+        "inconclusive": lambda: experiments.kernels_differ(PAPER["accuracy"], PAPER["test_examples"]),
+    },
+    **{
+        f"TAB time, {task}": {
+            YES: lambda task=task: race(task),
+            NO: lambda task=task: race(task, {"macformer_log": 1.5}),
+        }
+        for task in TASKS
+    },
+    **{
+        f"TAB time of kernels, {task}": {
+            YES: lambda task=task: kernels_raced(task),
+            NO: lambda task=task: kernels_raced(task, power=0.1),
+        }
+        for task in TASKS
+    },
+    **{
+        f"TAB accuracy, {task}": {
+            YES: lambda task=task: accuracies(task),
+            NO: lambda task=task: accuracies(task, sign=-1),
+        }
+        for task in TASKS
+    },
 }
 
 
-@pytest.mark.parametrize("id", TURNED)
-def test_each_verdict_turns(id: str) -> None:
-    turned = TURNED[id]()
-    assert turned.verdict in ("reproduced", "reproduced with a correction", "not reproduced")
-    assert turned.verdict != COMMITTED[id]["verdict"]
+@pytest.mark.parametrize(("id", "verdict"), [(id, verdict) for id, cases in CASES.items() for verdict in cases])
+def test_each_verdict_can_turn(id: str, verdict: str) -> None:
+    found = CASES[id][verdict]()
+    assert found.verdict == verdict
+    assert found.id in ("", id)
 
 
-def test_every_claim_has_such_a_case() -> None:
-    assert TURNED.keys() == COMMITTED.keys()
-
-
-def test_the_smaller_cases_of_the_paper_hold_as_they_stand() -> None:
-    """What turns above does so because of what was changed, not because the cases are small."""
-    assert theorems.kernel_estimate(("log",), 64).verdict == "reproduced"
-    verdicts = [finding.verdict for finding in theorems.sums("exp", 48)]
-    assert verdicts == ["reproduced", "reproduced", "reproduced with a correction"]
-    assert {finding.id: finding.verdict for finding in report3()} == dict.fromkeys(
-        (id for id in COMMITTED if id.startswith("F3")), "reproduced"
-    )
-    assert {finding.verdict for finding in report4(0.1)} == {"reproduced"}
-    assert [race(task).verdict for task in TASKS] == ["reproduced"] * 3
-    assert [kernels_raced(task).verdict for task in TASKS] == ["reproduced"] * 3
-    assert [accuracies(task).verdict for task in TASKS] == ["reproduced"] * 3
-
-
-def test_a_ratio_without_noise_is_unbiased() -> None:
-    """A constant kernel: numerator and denominator have one random factor, which cancels."""
-    ratio = named(theorems.sums("constant", 4), "T1 ratio (RMFA)")
-    assert ratio.verdict == "reproduced"
-
-
-@pytest.mark.parametrize("name", ["too large", "printed log"])
-def test_a_map_of_another_kernel_is_biased(name: str) -> None:
-    assert theorems.kernel_estimate((name,), 32).verdict == "not reproduced"
+def test_every_claim_has_two_cases() -> None:
+    assert CASES.keys() == COMMITTED.keys()
+    assert all(len(cases) >= 2 for cases in CASES.values())
 
 
 def test_our_own_wrong_coefficients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,35 +343,27 @@ def test_noise_makes_a_verdict_on_times_inconclusive() -> None:
     assert accuracies("listops", half=0.1).verdict == "inconclusive"
 
 
-def test_the_opposite_is_not_reproduced() -> None:
-    assert {finding.verdict for finding in report4(-0.1)} == {"not reproduced"}
-    assert [kernels_raced(task, power=0.1).verdict for task in TASKS] == ["not reproduced"] * 3
-    assert [accuracies(task, sign=-1).verdict for task in TASKS] == ["not reproduced"] * 3
-    assert named(report3(nmse=lambda n, D, rng: 1 / (n * D)), "F3 error grows with n").verdict == "not reproduced"
+def test_where_rmfa_is_slower_is_told() -> None:
     slow = named(report3(explicit=lambda n, D, rng: 1e-12 * n), "F3 faster everywhere")
-    assert slow.verdict == "not reproduced"
-    assert "slower in 15 (n up to 3,200, D from 8 on)" in slow.measured
+    assert "slower in 15 (all within n <= 3,200 and D >= 8)" in slow.measured
     fused = named(report3(sdpa=lambda n, D, rng: 1e-12 * n), "F3 faster everywhere")
     assert fused.verdict == "reproduced"  # the paper speaks of the other
     assert "slower in 15" in fused.measured
+
+
+def test_one_repeat_is_too_few_for_figure_3() -> None:
+    assert {finding.verdict for finding in report3(repeats=1)} == {"cannot be checked here"}
 
 
 def test_one_seed_is_too_few_for_figure_4() -> None:
     assert {finding.verdict for finding in report4(0.1, seeds=1)} == {"cannot be checked here"}
 
 
-def test_memory_as_published_is_a_correction() -> None:
-    share = round(1000 * PAPER["memory"]["listops"]["macformer_exp"])
-    found = named(peaks(macformer_exp=30, release=share), "M listops")
-    assert found.verdict == "reproduced with a correction"
-    assert named(peaks(macformer_exp=30), "M listops").verdict == "not reproduced"
-
-
 def test_what_is_not_there_cannot_be_checked() -> None:
     empty = cells.tables([], [], None)[0]
     found = [*experiments.figure3(None), *experiments.figure4(None), *experiments.table2(empty, None)]
     verdicts = {finding.id: finding.verdict for finding in found}
-    assert verdicts.pop("TAB kernels suit tasks") == "not reproduced"  # it needs the paper's numbers alone
+    assert verdicts.pop("TAB kernels suit tasks") == "inconclusive"  # it needs the paper's numbers alone
     assert set(verdicts.values()) == {"cannot be checked here"}
     assert {*verdicts, "TAB kernels suit tasks"} == {id for id in COMMITTED if id.startswith(("F3", "F4", "TAB"))}
 
@@ -311,7 +381,7 @@ def test_records_of_the_paper_s_protocol_are_judged() -> None:
 def test_without_explicit_softmax_the_race_is_against_the_checkpointed_one() -> None:
     arms = {model: {"seconds": [share] * 3} for model, share in PAPER["time"]["text"].items()}
     arms["transformer_checkpointed"] = arms.pop("transformer")
-    found = experiments.time_order("text", {"results": [{"setting": "text-full", "arms": arms}]})
+    found = experiments.time_order("text", ORIGIN | {"results": [{"setting": "text-full", "arms": arms}]})
     assert found.verdict == "reproduced"
     assert "transformer_checkpointed's" in found.measured
 
@@ -439,7 +509,7 @@ def test_the_committed_files_fit_each_other() -> None:
 
 
 def test_the_committed_verdicts_are_those_of_the_committed_figure_and_race() -> None:
-    for finding in (*experiments.figure3(FIGURE3), *experiments.table2(cells.tables([], [], None)[0], cells.bench())):
+    for finding in (*claims.GROUPS["F3"](1), *claims.GROUPS["TAB"](1)):
         assert finding.plain() == COMMITTED[finding.id]
 
 
@@ -460,11 +530,18 @@ def test_every_row_is_whole() -> None:
             assert words <= targets
 
 
+@pytest.fixture
+def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator and the limit of memory are the process's, and stay."""
+    monkeypatch.setattr(claims.devices, "prepare", lambda device, threads: None)
+
+
+@pytest.mark.usefixtures("unprepared")
 def test_groups_on_the_screen_alone(capsys: pytest.CaptureFixture[str]) -> None:
     before = (ROOT / "results" / "claims.json").read_bytes()
     claims.main(["K", "F4"])
     shown = capsys.readouterr().out
-    assert "K trigh is not exp: not reproduced" in shown
+    assert "K five different kernels: not reproduced" in shown
     assert "F4 bleu: " in shown
     assert "T1" not in shown
     assert (ROOT / "results" / "claims.json").read_bytes() == before
@@ -478,6 +555,7 @@ def test_an_unknown_group_is_one_sentence() -> None:
     assert told.stderr == f"error: T9 is no group of claims; choose from {', '.join(claims.GROUPS)}\n"
 
 
+@pytest.mark.usefixtures("unprepared")
 def test_the_whole_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -493,3 +571,12 @@ def test_the_whole_is_written(
     assert readme == f"before\n{claims.BEGIN}\n\n{claims.summary(written)}\n{claims.END}\nafter\n"
     assert "results/claims.md" in capsys.readouterr().out
     assert len(written["findings"]) == sum(id.startswith(("K", "TAB")) for id in COMMITTED)
+
+
+@pytest.mark.usefixtures("unprepared")
+def test_a_readme_without_its_place_is_told_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("scripts.table.README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text("nothing\n")
+    monkeypatch.setattr(claims, "GROUPS", {"K": lambda effort: pytest.fail("it began")})
+    with pytest.raises(SystemExit, match="lacks the lines"):
+        claims.main([])

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from macformer import KernelAttention, RMFAttention, SoftmaxAttention
-from macformer.claims import figure3
-from macformer.claims.figure3 import Settings
+from macformer.claims import random_data
+from macformer.claims.random_data import Settings
 from macformer.linear import plain_attention
 from macformer.report import maps
 from scripts import figure_rmfa as script
@@ -36,8 +36,8 @@ SMALL = ["--lengths", "16", "40", "--features", "8", "64", "128"]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Turns of one call, a short check, the state in the test's folder; the allocator is the process's and stays."""
-    monkeypatch.setattr(figure3, "TURN", 0.0)
-    monkeypatch.setattr(figure3, "CHECKED", 24)
+    monkeypatch.setattr(random_data, "TURN", 0.0)
+    monkeypatch.setattr(random_data, "CHECKED", 24)
     monkeypatch.setattr(script, "STATE", tmp_path / "state")
     monkeypatch.setattr(script.devices, "prepare", lambda device, threads: None)
 
@@ -50,15 +50,15 @@ def run(folder: Path, *options: str) -> dict[str, Any]:
 def test_errors_are_those_of_the_definitions() -> None:
     """In float64, by each formula as it stands, over a batch of two."""
     settings = Settings(batch=2, repeats=1, lengths=(12, 30), features=(16, 128))
-    samples = [figure3.measure(settings, 5, n, CPU, warm_up=False) for n in settings.lengths]
+    samples = [random_data.measure(settings, 5, n, CPU, warm_up=False) for n in settings.lengths]
     assert samples[0].keys() == {"explicit", "sdpa", "paper 16", "paper 128"}
     assert len(samples[1]) == 2 + 2 + 2 + 1 + 1  # softmax; paper, release, exact01 (128 alone), order1
     for n, sample in zip(settings.lengths, samples, strict=True):
-        q, k, v = (x.double() for x in figure3.inputs(2, n, 5, CPU))
+        q, k, v = (x.double() for x in random_data.inputs(2, n, 5, CPU))
         assert torch.allclose(q.norm(dim=-1), torch.ones(2, 8, n, dtype=torch.float64))
         exact = KernelAttention("exp")(q, k, v)
         for sampling, D in settings.maps(n):
-            attention = figure3.rmfa(sampling, D, n, 5)
+            attention = random_data.rmfa(sampling, D, n, 5)
             phi_q, phi_k = (attention.feature_map(x / 64**0.25) for x in (q, k))
             error = ((plain_attention(phi_q, phi_k, v, None, attention.floor) - exact) ** 2).sum()
             found = sample[f"{sampling} {D}"]
@@ -71,23 +71,23 @@ def test_errors_are_those_of_the_definitions() -> None:
 
 def test_a_constant_in_v_goes_through_both_attentions() -> None:
     """So nmse_offset is the nmse of V ~ N(1, 1)."""
-    q, k, v = figure3.inputs(1, 50, 0, CPU)
+    q, k, v = random_data.inputs(1, 50, 0, CPU)
     exact, shifted = SoftmaxAttention()(q, k, v), SoftmaxAttention()(q, k, v + 1)
     assert torch.allclose(shifted, exact + 1, atol=1e-5)
-    attention = figure3.rmfa("paper", 64, 50, 0)
+    attention = random_data.rmfa("paper", 64, 50, 0)
     out, out_shifted = attention(q, k, v), attention(q, k, v + 1)
     assert torch.allclose(out_shifted, out + 1, atol=1e-5)
-    scales, moved = figure3.scales(exact, v), figure3.scales(shifted, v + 1)
+    scales, moved = random_data.scales(exact, v), random_data.scales(shifted, v + 1)
     assert moved["nmse"] == pytest.approx(scales["nmse_offset"], rel=1e-5)
     assert moved["deviation"] == pytest.approx(scales["deviation"], rel=1e-4)
     assert scales["nmse"] < 0.1 * scales["nmse_offset"]
 
 
 def test_averaging_v_has_a_deviation_of_one() -> None:
-    q, k, v = figure3.inputs(1, 50, 0, CPU)
+    q, k, v = random_data.inputs(1, 50, 0, CPU)
     exact = SoftmaxAttention()(q, k, v)
     error = (v.mean(2, keepdim=True) - exact).double().square().sum()
-    assert float(error) / figure3.scales(exact, v)["deviation"] == pytest.approx(1, rel=1e-5)
+    assert float(error) / random_data.scales(exact, v)["deviation"] == pytest.approx(1, rel=1e-5)
 
 
 def doubled(self: RMFAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,9 +102,9 @@ def test_a_wrong_attention_shows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings(batch=1, repeats=1, lengths=(200,), features=(128,))
-    before = figure3.measure(settings, 0, 200, CPU, warm_up=True)
+    before = random_data.measure(settings, 0, 200, CPU, warm_up=True)
     monkeypatch.setattr(RMFAttention, "forward", doubled)
-    after = figure3.measure(settings, 0, 200, CPU, warm_up=True)
+    after = random_data.measure(settings, 0, 200, CPU, warm_up=True)
     for arm in ("exact01 128", "order1 65"):
         assert before[arm]["deviation"] < 0.02
         assert after[arm]["deviation"] > 0.8
@@ -116,11 +116,11 @@ def test_a_wrong_attention_shows(
 
 def test_every_cell_and_repeat_has_its_own_draw_and_order() -> None:
     settings = Settings(batch=1, repeats=2, lengths=(12, 16), features=(8, 32))
-    assert figure3.wrong(settings, CPU) == ""
-    draws = [figure3.rmfa("paper", D, n, r).feature_map.seed for D in (8, 32) for n in (12, 16) for r in (0, 1)]
+    assert random_data.wrong(settings, CPU) == ""
+    draws = [random_data.rmfa("paper", D, n, r).feature_map.seed for D in (8, 32) for n in (12, 16) for r in (0, 1)]
     assert len(set(draws)) == len(draws)
-    assert not torch.equal(figure3.inputs(1, 12, 0, CPU)[2], figure3.inputs(1, 12, 1, CPU)[2])
-    orders = {tuple(figure3.measure(settings, r, 12, CPU, warm_up=False)) for r in range(5)}  # 24 of them: p < 1e-5
+    assert not torch.equal(random_data.inputs(1, 12, 0, CPU)[2], random_data.inputs(1, 12, 1, CPU)[2])
+    orders = {tuple(random_data.measure(settings, r, 12, CPU, warm_up=False)) for r in range(5)}  # 24 of them: p < 1e-5
     assert len(orders) > 1
 
 
@@ -134,7 +134,7 @@ def test_softmax_takes_the_examples_of_a_batch_one_by_one(monkeypatch: pytest.Mo
             return forward(self, q, *others)
 
         monkeypatch.setattr(kind, "forward", spy)
-    figure3.measure(Settings(batch=3, repeats=1, lengths=(12,), features=(8,)), 0, 12, CPU, warm_up=True)
+    random_data.measure(Settings(batch=3, repeats=1, lengths=(12,), features=(8,)), 0, 12, CPU, warm_up=True)
     assert seen == {SoftmaxAttention: {1}, RMFAttention: {3}}
 
 
@@ -163,7 +163,7 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
     both = [(sampling, D) for sampling in ("paper", "release") for D in (8, 64, 128)]
     assert samplings == [*both, ("exact01", 128), ("order1", 65)]
     for each in (*report["cells"], *report["samplings"]):
-        for key in (*figure3.ERRORS, "seconds"):
+        for key in (*random_data.ERRORS, "seconds"):
             assert len(each[key]) == 3
             assert all(x > 0 and float(f"{x:.6g}") == x for x in each[key])
     assert [{key: each[key] for key in report["cells"][0]} for each in report["samplings"][:3]] == report["cells"][3:]
@@ -233,15 +233,15 @@ def test_a_killed_run_goes_on_and_has_the_same_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(tmp_path / "whole")
-    measure, calls = figure3.measure, []
+    measure, calls = random_data.measure, []
 
-    def killed(settings: Settings, r: int, n: int, device: torch.device, warm_up: bool) -> figure3.Sample:
+    def killed(settings: Settings, r: int, n: int, device: torch.device, warm_up: bool) -> random_data.Sample:
         if (r, n) == (1, 40) and len(calls) == 3:
             raise KeyboardInterrupt
         calls.append((r, n, warm_up))
         return measure(settings, r, n, device, warm_up)
 
-    monkeypatch.setattr(figure3, "measure", killed)
+    monkeypatch.setattr(random_data, "measure", killed)
     command = [*SMALL, "--repeats", "3", "--output", str(tmp_path / "killed")]
     assert script.main(command) == 130
     assert "the same command goes on" in capsys.readouterr().err
@@ -286,10 +286,10 @@ def test_bad_options_are_one_sentence(
 def test_what_does_not_fit_into_memory_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*arguments: object, **named: object) -> figure3.Sample:
+    def fails(*arguments: object, **named: object) -> random_data.Sample:
         raise MemoryError
 
-    monkeypatch.setattr(figure3, "measure", fails)
+    monkeypatch.setattr(random_data, "measure", fails)
     assert script.main([*SMALL, "--output", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err == "error: not enough memory for softmax at n = 40; use shorter --lengths\n"
 
@@ -300,7 +300,7 @@ def test_what_is_committed_is_of_the_quick_command() -> None:
     report = json.loads((folder / "rmfa.json").read_text())
     assert report["settings"]["command"] == "python -m scripts.figure_rmfa"
     assert (report["settings"]["quick"], report["settings"]["repeats"]) == (True, script.QUICK[1])
-    assert (report["lengths"], report["features"]) == (list(figure3.LENGTHS), list(figure3.FEATURES))
+    assert (report["lengths"], report["features"]) == (list(random_data.LENGTHS), list(random_data.FEATURES))
     assert script.text_of(report) == (folder / "rmfa.json").read_text()
     assert maps.csv(report) == (folder / "rmfa.csv").read_text()
     assert maps.markdown(report) == (folder / "rmfa.md").read_text()

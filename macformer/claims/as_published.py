@@ -32,7 +32,7 @@ class StepwiseSoftmax(nn.Module):
 
 
 class RunningSum(nn.Module):
-    """Causal RMFA that holds the sum over j <= i of Phi(k_j) v_j for every i: memory O(n D d)."""
+    """Causal RMFA, here with the paper's map, that holds the sum over j <= i of Phi(k_j) v_j for every i: O(n D d)."""
 
     def __init__(self, head_dim: int, features: int = 128):
         super().__init__()

@@ -49,10 +49,6 @@ class Interval:
     def within(self, low: float, high: float) -> bool:
         return low <= self.low and self.high <= high
 
-    def scaled(self, change: Callable[[float], float]) -> "Interval":
-        """Of a rising function of the value."""
-        return Interval(change(self.value), change(self.low), change(self.high))
-
 
 def student(samples: Sequence[float], comparisons: int = 1) -> Interval:
     """Of the mean of independent samples: with Student's t, at LEVEL over all comparisons (Bonferroni)."""
@@ -92,6 +88,23 @@ def at_most(interval: Interval, bound: float) -> Verdict:
     if interval.high <= bound:
         return "reproduced"
     return "not reproduced" if interval.low > bound else "inconclusive"
+
+
+def all_of(
+    intervals: Sequence[Interval], holds: Callable[[Interval], bool], fails: Callable[[Interval], bool]
+) -> Verdict:
+    """Of a claim about every one of them."""
+    if any(map(fails, intervals)):
+        return "not reproduced"
+    return "reproduced" if all(map(holds, intervals)) else "inconclusive"
+
+
+def falls(interval: Interval) -> bool:
+    return interval.high < 0
+
+
+def rises(interval: Interval) -> bool:
+    return interval.low > 0
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:

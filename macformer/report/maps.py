@@ -115,7 +115,7 @@ def findings(report: Report) -> list[str]:
     every, lengths, features = cells(report), report["lengths"], report["features"]
     faster, total = (_above(every, "explicit"), _above(every, "sdpa")), len(every)
     found = [
-        f"faster than explicit softmax in {faster[0]} of {total} cells, than SDPA in {faster[1]}",
+        f"by the mean, faster than explicit softmax in {faster[0]} of {total} cells, than SDPA in {faster[1]}",
         f"error above that of averaging V in {_above(every, 'deviation')} of {total} cells",
     ]
     for D in sorted({features[0], features[-1]}):
@@ -186,7 +186,7 @@ def _maps(report: Report) -> Drawn:
         _heat(panel, report, values, unit, at_zero)
         panel.set_title(name)
     for panel in panels[1]:
-        panel.set_xlabel("length n")
+        panel.set_xlabel("length n (tokens)")
     for panel in panels[:, 0]:
         panel.set_ylabel("features D")
     figure.supxlabel(textwrap.fill(caption(report), WRAP), **SMALL)
@@ -253,7 +253,7 @@ def _samplings(report: Report) -> Drawn:
             )
     features = report["features"]
     theory = [4 * settings["head_dim"] / D for D in features]
-    by_width.plot(features, theory, color="black", ls="--", lw=0.8, label="paper, theory: 4d/D")
+    by_width.plot(features, theory, color="black", ls="--", lw=0.8, label="paper, theory of the mean: 4d/D")
     by_width.set(xlabel="features D", ylabel="error / error of averaging V")
     by_width.set_xscale("log", base=2)
     by_width.set_xticks(features, [str(D) for D in features], rotation=45)

@@ -9,6 +9,7 @@ Shapes: B batch, H heads, n length, d head width, D features.
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.check import whole
-from macformer.device import is_cuda, now
+from macformer.device import is_cuda, turn
 from macformer.features import Sampling
 from macformer.linear import plain_attention
 from macformer.ppsbn import PreSBN
@@ -99,11 +100,8 @@ def measure(settings: Settings, r: int, n: int, device: torch.device, warm_up: b
             _call(arm, q, k, v)
     found: Sample = {}
     for name in random.Random(_seed("order", r, n)).sample(list(arms), len(arms)):
-        begin, calls = now(device), 0
-        while calls == 0 or now(device) - begin < TURN:
-            out = _call(arms[name], q, k, v)
-            calls += 1
-        found[name] = {"seconds": (now(device) - begin) / calls}
+        took, out = turn(device, partial(_call, arms[name], q, k, v), TURN)
+        found[name] = {"seconds": took}
         if isinstance(arms[name], RMFAttention):
             error = _squares(out[0] - exact)
             found[name] |= {kind: error / scale for kind, scale in relative_to.items()}
