@@ -225,7 +225,7 @@ def test_the_maps_show_the_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     after = maps._maps(report)
     assert labels.count("equally fast") == 1
     assert after.png != before.png
-    assert maps.findings(report)[0] == "faster than explicit softmax in 6 of 6 cells, than SDPA in 3"
+    assert maps.findings(report)[0] == "by the mean, faster than explicit softmax in 6 of 6 cells, than SDPA in 3"
     assert maps.findings(report)[1] == "error above that of averaging V in 2 of 6 cells"
 
 

@@ -17,12 +17,9 @@ from macformer.attention import SoftmaxAttention
 from macformer.claims.finding import (
     Finding,
     Verdict,
-    all_of,
     at_most,
     binomial,
-    falls,
     is_nothing,
-    rises,
     student,
     worst,
 )
@@ -41,6 +38,7 @@ BOUND_WIDTHS = (8, 32, 128)  # D, for the tail
 TAILS = (0.5, 0.1, 0.01, 0.001, 0.0001)  # where the tail is held to its bound, as far as the draws reach
 HITS = 10  # that the bound must allow: with fewer, no interval is below it
 UNBIASED = 0.005  # relative: a bias below this is none
+TAMED = 0.01  # NMSE
 RARE = 0.001  # share of features that may leave an interval they all should lie in
 RESTORED = 0.1  # share of the squared deviation that may be missing
 
@@ -381,15 +379,16 @@ def bounded(normalise: Callable[[Tensor], Tensor], repeats: int) -> Finding:
             total, exact = weights.sum(-1, keepdim=True), SoftmaxAttention()(*rows, v)
             logs[name].append(float(((weights @ v / total - exact).square().sum() / exact.square().sum()).log10()))
             negative[name] += int((total <= 0).sum())
-    apart = student([raw - small for raw, small in zip(*logs.values(), strict=True)])
+    raw, normalised = (student(samples, comparisons=2) for samples in logs.values())
+    goal, shares = math.log10(TAMED), [100 * count / (256 * repeats) for count in negative.values()]
     return Finding(
         "T3 pre-SBN bounds the error",
         "Pre-post Scaling Batch Normalization",
-        "without control of the inputs' scale the approximation is not guaranteed; pre-SBN provides that",
-        f"log10 NMSE at D = {LRA_WIDTH}, each against exact attention on its own inputs: {mean(logs['raw']):.1f} on "
-        f"raw ones (normal), {mean(logs['normalised']):.1f} after pre-SBN, {apart:.1f} apart; denominators not "
-        f"positive: {100 * negative['raw'] / (256 * repeats):.2g}% and {100 * negative['normalised'] / (256 * repeats):.2g}%",
-        all_of([apart], rises, falls),
+        "without control of the inputs' scale the approximation is not guaranteed; pre-SBN provides that "
+        f"(here: an NMSE below {TAMED})",
+        f"log10 NMSE at D = {LRA_WIDTH}, each against exact attention on its own inputs: {raw:.1f} on raw ones "
+        f"(normal), {normalised:.1f} after pre-SBN; denominators not positive: {shares[0]:.2g}% and {shares[1]:.2g}%",
+        "not reproduced" if raw.high < goal else at_most(normalised, goal),
         "python -m scripts.claims T3",
         {"log10_nmse": logs, "denominators_not_positive": negative},
     )
