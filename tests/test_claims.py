@@ -166,8 +166,8 @@ YES, CORRECTED, NO = "reproduced", "reproduced with a correction", "not reproduc
 def tails_of(case: theorems.Case) -> Cases:
     """The bound holds if each key is the query, and does not as they are."""
     return {
-        YES: lambda: theorems.bound_holds("", "", theorems.tails(equal_keys(case), 32)),
-        NO: lambda: theorems.bound_holds("", "", theorems.tails(case, 32)),
+        YES: lambda: theorems.bound_holds("", "", theorems.tails(equal_keys(case), 8)),
+        NO: lambda: theorems.bound_holds("", "", theorems.tails(case, 24)),
     }
 
 
@@ -219,13 +219,13 @@ def memory_of(task: str) -> Cases:
 
 CASES: dict[str, Cases] = {
     "T1 kernel estimate": {
-        YES: lambda: theorems.kernel_estimate(("log",), 64),
+        YES: lambda: theorems.kernel_estimate(("exp",), 32),
         NO: lambda: theorems.kernel_estimate(("printed log",), 32),
     },
     "T1 any p": {
-        YES: lambda: theorems.any_p("exp", 2.0, 64),
-        CORRECTED: lambda: theorems.any_p("exp", 3.0, 32),
-        NO: lambda: theorems.any_p("too large", 3.0, 32),
+        YES: lambda: theorems.any_p("exp", 2.0, 40),
+        CORRECTED: lambda: theorems.any_p("exp", 3.0, 24),
+        NO: lambda: theorems.any_p("too large", 3.0, 8),
     },
     "T1 numerator": sums_of("T1 numerator"),
     "T1 denominator": sums_of("T1 denominator"),
@@ -239,7 +239,7 @@ CASES: dict[str, Cases] = {
     "T2 aligned rows": tails_of(theorems.aligned_case(64, 1.0)),
     "T2 aligned rows, d = 1": tails_of(theorems.aligned_case(1, 1.0)),
     "T2 premise of the proof": {
-        YES: lambda: theorems.premise(equal_keys(theorems.random_case(64, 1.0)), 32),
+        YES: lambda: theorems.premise(equal_keys(theorems.random_case(64, 1.0)), 24),
         NO: lambda: theorems.premise(theorems.random_case(64, 1.0), 4),
     },
     "T3 normal V": restored_of("T3 normal V"),
