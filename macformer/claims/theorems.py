@@ -330,10 +330,10 @@ def premise(case: Case, chunks: int) -> Finding:
     )
 
 
-def theorem3(effort: int, raw: Callable[..., Tensor] = torch.randn) -> Iterator[Finding]:
+def theorem3(effort: int) -> Iterator[Finding]:
     """(gamma attention(pre-SBN q, pre-SBN k))^beta against attention(q, k), with the best gamma and beta there are."""
-    yield restored("T3 normal V", "V ~ N(0, 1)", torch.randn, raw, repeats=10 * effort)
-    yield restored("T3 positive V", "V ~ U(0, 1)", torch.rand, raw, repeats=10 * effort)
+    yield restored("T3 normal V", "V ~ N(0, 1)", torch.randn, torch.randn, repeats=10 * effort)
+    yield restored("T3 positive V", "V ~ U(0, 1)", torch.rand, torch.randn, repeats=10 * effort)
     yield a_number(torch.randn)
     yield bounded(PreSBN(EPS), repeats=20 * effort)
 
