@@ -47,7 +47,10 @@ AS_PUBLISHED = {  # name -> the model that it is, but for its attention
 
 def read(name: str) -> dict[str, Any] | None:
     file = RESULTS / name
-    return json.loads(file.read_text()) if file.exists() else None
+    try:
+        return json.loads(file.read_text()) if file.exists() else None
+    except ValueError as error:
+        sys.exit(f"error: {file} is not whole ({error}): delete it, or make it anew")
 
 
 def memory(effort: int) -> Iterator[Finding]:

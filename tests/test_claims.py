@@ -588,3 +588,12 @@ def test_a_readme_without_its_place_is_told_before_the_work(monkeypatch: pytest.
     monkeypatch.setattr(claims, "GROUPS", {"K": lambda effort: pytest.fail("it began")})
     with pytest.raises(SystemExit, match="lacks the lines"):
         claims.main([])
+
+
+@pytest.mark.usefixtures("unprepared")
+def test_a_broken_file_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(claims, "RESULTS", tmp_path)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "rmfa.json").write_text('{"cells": [')
+    with pytest.raises(SystemExit, match=r"error: .*rmfa\.json is not whole \(.+\): delete it, or make it anew"):
+        claims.main(["F3"])
