@@ -14,12 +14,12 @@ setup: .venv/.installed ## make .venv and install the package with its developme
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep,figures]'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep,figures,translate]'
 	@touch $@
 
 # Large: only the tests that need it install it.
 .venv/.installed-ray: .venv/.installed
-	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep,figures,ray]'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev,sweep,figures,translate,ray]'
 	@touch $@
 
 quickstart: setup ## train three models on generated ListOps on the CPU and print their table (8 minutes at most)

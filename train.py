@@ -1,4 +1,7 @@
-"""Train one model on one task and record the result: python train.py model=macformer_exp task=listops."""
+"""Train one model on one task and record the result: python train.py model=macformer_exp task=listops.
+
+The translator is another configuration of the same program: python train.py -cn translate ppsbn=with.
+"""
 
 import os
 import signal
@@ -8,7 +11,6 @@ from dataclasses import asdict
 from typing import Any
 
 import hydra
-import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -17,15 +19,15 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from lra_data.base import SPLITS, DataError, Task
+from lra_data.base import SPLITS, DataError
 from macformer import checkpoint as checkpoints
 from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
 from macformer import sweep as sweeps
 from macformer.cell import Cell
+from macformer.loop import CannotRun, Look, Loop, OutOfMemory, load_weights
 from macformer.progress import Screen, duration, mebibytes
-from macformer.trainer import CannotRun, OutOfMemory, Trainer, evaluate, load_weights
 
 EXIT = {"diverged": 3, "oom": 4}  # interrupted: 128 + the signal's number; anything else: 1
 LAUNCHERS = ("joblib", "submitit", "ray")  # whose own errors say that a process of theirs died
@@ -68,11 +70,11 @@ def main(config: DictConfig) -> None:
         raise  # Hydra tells it when all runs are over
 
 
-def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
+def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
     """Compose -> task -> model -> fit -> record."""
     cell = Cell(config)
     device, trainer, resolved = cell.device, cell.trainer, cell.resolved
-    task: Task = cell.load()
+    task = cell.load()
     file, checkpoint = cell.places(task.fingerprint)
     run_id = checkpoint.run_id
     code = records.code()
@@ -92,7 +94,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     if config.evaluate:
         with trainer.plainly():
-            evaluate_only(config.evaluate, resolved, trainer, model, task, device)
+            evaluate_only(config.evaluate, resolved, trainer, model, task, device, config.seed)
         return None
     where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
     print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}, {trainer.precision}); {where}")
@@ -117,7 +119,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
             logger = configs.build(config, "logger", settings=resolved, run_id=run_id, began=began)
         log = logger.log if logger else None
         result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
-        record = records.Record(
+        record = trainer.record(
             run_id=run_id,
             status=result.status,
             message=result.message,
@@ -163,31 +165,26 @@ def run(config: DictConfig, overrides: list[str]) -> records.Record | None:
 
 
 def evaluate_only(
-    name: str, config: dict[str, Any], trainer: Trainer, model: nn.Module, task: Task, device: torch.device
+    name: str, config: dict[str, Any], trainer: Loop, model: nn.Module, task: Any, device: torch.device, seed: int
 ) -> None:
     """Test the weights of a checkpoint, named by its file or its run's id."""
     saved = checkpoints.load_for(config, task.fingerprint, name)
-    test, screen = task.splits["test"], Screen()
-    everything = np.arange(len(test))
+    goal, screen = trainer.goal(task, seed), Screen()
 
     def tick(done: int) -> None:
-        screen.live(lambda: f"evaluating: {done:,} of {len(test):,} examples")
+        screen.live(lambda: f"evaluating: {done:,} of {goal.test_examples:,} examples")
 
+    look = Look(model.to(device), device, trainer.precision, tick)
     for which, weights in (("best on dev", saved["best_weights"]), ("last", saved["model"])):
         if weights is None:
             continue
         load_weights(model, weights)
-        outcomes, loss = evaluate(
-            model.to(device), test, everything, trainer.batch_size, device, trainer.trim, trainer.precision, tick
-        )
-        screen.line(
-            f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: test accuracy {outcomes.mean():.2%} "
-            f"of {len(test):,} (majority class {task.majority:.2%}), loss {loss:.4f}"
-        )
+        told = goal.told(goal.test(look))
+        screen.line(f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: {told}")
     screen.close()
 
 
-def forecast(trainer: Trainer, model: nn.Module, task: Task, device: torch.device, seed: int) -> None:
+def forecast(trainer: Loop, model: nn.Module, task: Any, device: torch.device, seed: int) -> None:
     """What the run would cost."""
     with trainer.plainly():
         cost = trainer.forecast(model, task, device, seed)

@@ -31,7 +31,7 @@ ROUND = 64  # trimmed batches have few different lengths
 SLACK = 2**16  # zeros behind the last token, so that a row can be read from any text on; no task may be longer
 WINDOW = 32  # batches that are sorted by length together when bucketing
 BYTES = 512  # the base code's embedding table for bytes; 257 ids are real
-Source = Literal["lra", "stand-in", "generated"]
+Source = Literal["lra", "multi30k", "stand-in", "generated"]
 
 
 class Sizes(TypedDict):

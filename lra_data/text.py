@@ -8,16 +8,12 @@ into one of their own, by the sha256 of their bytes: the packed data are the sam
 import glob
 import gzip
 import hashlib
-import http.client
 import importlib.util
 import itertools
 import logging
 import os
 import re
 import tarfile
-import threading
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -27,7 +23,7 @@ import numpy as np
 from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
-from lra_data import base
+from lra_data import base, hub
 from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
 
 ARCHIVE, UNPACKED = "aclImdb_v1.tar.gz", "aclImdb"
@@ -41,7 +37,6 @@ IMDB = {
     "train": "ded911cbb54d409e192021595d3b8a40176b35ab663af0fb8b6bfd7acf9bbf06",
     "test": "340290e10a3478d6774f31c5cfcb1976477898ff4c4d4527023973092ae394df",
 }
-PATIENCE = 2.0  # seconds for a hub to answer
 _FILE = re.compile(r"\d+_\d+\.txt")  # number and rating
 _MEMBER = re.compile(rf"(?:\./)?aclImdb/(train|test)/(neg|pos)/{_FILE.pattern}")
 Reviews = dict[str, list[tuple[bytes, int]]]  # of each part: (review, label)
@@ -223,23 +218,8 @@ def _row(text: Any, label: Any, where: str) -> tuple[bytes, int]:
 
 
 def _download() -> Path:
-    """The hub's parquet files, from its cache on this machine if it cannot be reached."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    offline = constants.HF_HUB_OFFLINE or not _answers(constants.ENDPOINT)
-    try:
-        patterns = [f"*/{part}-*.parquet" for part in PARTS]
-        there = huggingface_hub.snapshot_download(
-            HUB, repo_type="dataset", allow_patterns=patterns, local_files_only=offline
-        )
-    except Exception as error:  # of the network or of the hub: there are many
-        reason = f"{constants.ENDPOINT} cannot be reached" if offline else repr(error)
-        raise DataError(
-            f"paths.text=hub: {HUB} cannot be had ({reason}) and is not in the cache of this machine; put {ARCHIVE} "
-            "into paths.data instead, or give a folder of its parquet files as paths.text"
-        ) from None
-    return Path(there)
+    instead = f"put {ARCHIVE} into paths.data instead, or give a folder of its parquet files as paths.text"
+    return hub.download(HUB, [f"*/{part}-*.parquet" for part in PARTS], "paths.text=hub", instead)
 
 
 def _read_tfds() -> Reviews:
@@ -259,7 +239,7 @@ def _read_tfds() -> Reviews:
                     f"paths.text=tfds: {builder.data_dir} is not there, and tensorflow-datasets needs TensorFlow to "
                     f"make it: pip install 'macformer[tfds]', or {instead}"
                 )
-            if not _answers(ARCHIVE_URL):
+            if not hub.answers(ARCHIVE_URL):
                 raise DataError(f"paths.text=tfds: {ARCHIVE_URL} cannot be reached; {instead}")
             builder = tfds.builder(TFDS, data_dir=home, file_format="array_record")  # to be read without TensorFlow
             builder.download_and_prepare()
@@ -281,22 +261,3 @@ def _read_tfds() -> Reviews:
     except Exception as error:  # of tensorflow-datasets: there are many
         raise DataError(f"paths.text=tfds: {TFDS} cannot be read ({error!r}); {instead}") from None
     return found
-
-
-def _answers(url: str) -> bool:
-    """Whether a server answers in time, whatever it says. In a thread, as looking up a name has no timeout."""
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE).close()
-        except urllib.error.HTTPError:
-            pass
-        except (OSError, ValueError, http.client.HTTPException):  # no server, no address, no answer
-            return
-        answered.set()
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return answered.is_set()

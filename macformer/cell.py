@@ -13,7 +13,7 @@ from macformer import checkpoint as checkpoints
 from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
-from macformer.trainer import Trainer
+from macformer.loop import Loop
 
 
 class Cell:
@@ -23,7 +23,7 @@ class Cell:
         configs.check_top(config)
         self.config = config
         self.device: torch.device = configs.checked("device", devices.choose, config.device)
-        self.trainer: Trainer = configs.build(config, "trainer")
+        self.trainer: Loop = configs.build(config, "trainer")
         self.trainer.precision = devices.choose_precision(self.trainer.precision, self.device)
         # What ran, not what `auto` may mean elsewhere.
         self.resolved = configs.container(config) | {"device": self.device.type}

@@ -13,7 +13,7 @@ from typing import Any
 import filelock
 import torch
 
-from macformer.record import Record, Session, decisive, flat
+from macformer.record import Run, Session, decisive, flat
 
 FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
@@ -53,7 +53,7 @@ class Checkpoint:
         finally:
             lock.release()
 
-    def unfinished(self, finished: Record | None) -> dict[str, Any] | None:
+    def unfinished(self, finished: Run | None) -> dict[str, Any] | None:
         """The state to go on from, if there is one; its sessions are known from now on.
 
         That of the `finished` run is none: to force a run is to begin anew.

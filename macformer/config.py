@@ -14,7 +14,12 @@ from pydantic import Field, PositiveInt, PydanticSchemaGenerationError, TypeAdap
 NOT_ARGUMENTS = ("_target_", "_partial_", "name")
 # Launchers, and the extras of pyproject.toml that bring them. With ray goes all that setup installs, or pip would let
 # it break the others' versions.
-EXTRAS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "dev,sweep,figures,ray"}
+EXTRAS = {
+    "joblib": "sweep",
+    "submitit_local": "sweep",
+    "submitit_slurm": "sweep",
+    "ray": "dev,sweep,figures,translate,ray",
+}
 
 
 class ConfigError(Exception):
@@ -70,35 +75,41 @@ def check(config: DictConfig, key: str) -> DictConfig:
 
 
 class Top:
-    """The keys of train.yaml; those of the groups go to constructors, which know them better."""
+    """The keys of configs/common.yaml; those of the groups go to constructors, which know them better."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
     threads: PositiveInt
-    pad: Literal["full", "trim"]
-    bucket: bool
     force: bool
     evaluate: str | None
     dry_run: bool
     paths: dict[str, str | None]
-    protocol: dict[str, Any]
     task: dict[str, Any]
     model: dict[str, Any]
     trainer: dict[str, Any]
     logger: dict[str, Any]
 
 
+class Lra(Top):
+    """What configs/train.yaml has besides."""
+
+    pad: Literal["full", "trim"]
+    bucket: bool
+    protocol: dict[str, Any]
+
+
 def check_top(config: DictConfig) -> None:
     """The keys at the top, by name and type."""
-    values, kinds = container(config), get_type_hints(Top, include_extras=True)
+    own, file = (Lra, "train.yaml") if "protocol" in config else (Top, "translate.yaml")
+    values, kinds = container(config), get_type_hints(own, include_extras=True)
     if unknown := values.keys() - kinds.keys():
         raise ConfigError(f"{min(unknown)} is not known; the keys there are {', '.join(kinds)}")
     for name, kind in kinds.items():
         if name not in values:
-            raise ConfigError(f"{name} is missing; configs/train.yaml has it")
-        _fit(name, values[name], kind, "train.yaml")
+            raise ConfigError(f"{name} is missing; configs/{file} has it")
+        _fit(name, values[name], kind, file)
     for name in ("data", "results", "outputs"):  # the other paths are where a task's source is, or null
-        _fit(f"paths.{name}", values["paths"].get(name), str, "train.yaml")
+        _fit(f"paths.{name}", values["paths"].get(name), str, file)
 
 
 def _fit(key: str, value: Any, kind: Any, goal: str) -> None:

@@ -398,8 +398,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, 
         tokens = _normalised(q.to(dtype), form), _normalised(k.to(dtype) * keep, form)
         query, key = ([x, _features(x, rows.to(dtype), form)] for x in tokens)
         query = [query[0] @ form.linear.to(dtype), query[1]] if form.linear is not None else [form.scale * query[1]]
+        chunk = min(n, CAUSAL_CHUNK)
         chunks = [
-            F.pad(x, (0, 0, 0, -n % CAUSAL_CHUNK)).unflatten(2, (-1, CAUSAL_CHUNK))
+            F.pad(x, (0, 0, 0, -n % chunk)).unflatten(2, (-1, chunk))
             for x in (torch.cat(query, -1), torch.cat(key[-len(query) :], -1), value)
         ]
         sums = chunks[1].mT @ chunks[2]

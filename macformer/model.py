@@ -44,15 +44,17 @@ class MultiHead(nn.Module):
         """x (B, n, width), mask (B, n) -> (B, n, width)."""
         return self.out(self.joined(self.to_q(x), self.to_k(x), self.to_v(x), mask))
 
-    def joined(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """q, k, v and result (B, n, heads * head_dim), mask (B, n): all between the projections."""
+    def joined(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """q and result (B, n, heads * head_dim), k and v (B, m, ...), mask (B, m): all between the projections."""
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         if self.pre_q and self.pre_q.statistics == "token" and isinstance(self.attention, RMFAttention):
-            attended = self.attention(q, k, v, mask, pre_sbn_eps=self.pre_q.eps)  # the same, without normalised copies
+            attended = self.attention(
+                q, k, v, mask, causal, pre_sbn_eps=self.pre_q.eps
+            )  # the same, without normalised copies
         else:
             if self.pre_q and self.pre_k:
                 q, k = self.pre_q(q, mask), self.pre_k(k, mask)
-            attended = self.attention(q, k, v, mask)
+            attended = self.attention(q, k, v, mask, causal)
         if self.post:
             attended = self.post(attended)
         return attended.transpose(1, 2).flatten(-2)

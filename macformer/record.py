@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,9 @@ class Code(Part):
 
 class Data(Part):
     fingerprint: str
-    source: Literal["lra", "stand-in", "generated"]
+    source: Literal["lra", "multi30k", "stand-in", "generated"]
     examples: dict[str, int]
-    majority: float  # share of the commonest test label: the best constant answer
+    majority: float | None  # share of the commonest test label: the best constant answer; None: there are no labels
 
 
 class Environment(Part):
@@ -87,6 +87,37 @@ class Quality(Part):
             raise ValueError(f"{8 * len(packed)} test outcomes for {self.test_examples} examples")
         return np.unpackbits(packed, count=self.test_examples).astype(bool)
 
+    def told(self, majority: float | None) -> str:
+        return (
+            f"test accuracy {self.test_accuracy:.2%} of {self.test_examples:,} (best dev "
+            f"{self.dev_accuracy:.2%} at step {self.dev_step:,}; the last weights {self.last_test_accuracy:.2%}; "
+            f"majority class {majority or 0:.2%})"
+        )
+
+
+class Translated(Part):
+    """How well a translator does on the test split: the weights with the best dev BLEU, and the last ones."""
+
+    test_bleu: float  # corpus BLEU of plain text
+    test_loss: float  # cross-entropy a token, in nats
+    test_perplexity: float
+    test_examples: int
+    test_tokens: int
+    dev_bleu: float  # the best
+    dev_step: int  # where it was reached
+    dev_examples: int
+    last_test_bleu: float
+    last_test_loss: float
+    signature: str  # of sacrebleu: which BLEU
+    beam: int
+
+    def told(self, majority: float | None) -> str:
+        return (
+            f"test BLEU {self.test_bleu:.2f}, loss {self.test_loss:.4f}, perplexity {self.test_perplexity:.2f} on "
+            f"{self.test_examples:,} texts (best dev BLEU {self.dev_bleu:.2f} at step {self.dev_step:,}; the last "
+            f"weights {self.last_test_bleu:.2f}; {self.signature})"
+        )
+
 
 class Time(Part):
     train_seconds: Annotated[float, Field(gt=0)]  # all steps, warm-up and waiting for data included; no evaluation
@@ -108,19 +139,50 @@ class Memory(Part):
     method: str
 
 
-class Point(Part):
+class Evaluation(Part):
     """One evaluation on the way."""
+
+    best_by: ClassVar[str]  # the field that says how good it is, and how it is written
+    form: ClassVar[str]
 
     step: int
     train_loss: float  # mean since the point before
     dev_loss: float
-    dev_accuracy: float
     learning_rate: float
     train_seconds: float
     telemetry: dict[str, float] = {}  # of each layer, if trainer.telemetry is on
 
+    @property
+    def merit(self) -> float:
+        return getattr(self, self.best_by)
 
-class Record(Part):
+    @property
+    def shown(self) -> str:
+        return format(self.merit, self.form)
+
+    @classmethod
+    def measure(cls) -> str:
+        return cls.best_by.replace("_", " ").replace("bleu", "BLEU")
+
+
+class Point(Evaluation):
+    best_by, form = "dev_accuracy", "6.2%"
+
+    dev_accuracy: float
+
+
+class Epoch(Evaluation):
+    best_by, form = "dev_bleu", "5.2f"
+
+    dev_perplexity: float
+    dev_bleu: float
+
+
+class Run(Part):
+    """What the records of all runs have."""
+
+    command: ClassVar[str]  # what made it
+
     schema_version: int = SCHEMA
     run_id: str
     status: Status
@@ -136,10 +198,10 @@ class Record(Part):
     environment: Environment
     sessions: list[Session]
     parameters: int
-    quality: Quality | None
+    quality: Any  # what it is, the children say
     time: Time | None
     memory: Memory | None
-    history: list[Point]
+    history: Any
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -155,6 +217,26 @@ class Record(Part):
         if self.quality and self.quality.test_examples != self.data.examples.get("test"):
             raise ValueError("it was not tested on as many examples as its data have")
         return self
+
+
+class Record(Run):
+    """A run on LRA."""
+
+    command: ClassVar[str] = "python train.py"
+
+    kind: Literal["lra"] = "lra"
+    quality: Quality | None
+    history: list[Point]
+
+
+class Translation(Run):
+    """A run of the translator."""
+
+    command: ClassVar[str] = "python train.py -cn translate"
+
+    kind: Literal["translation"] = "translation"
+    quality: Translated | None
+    history: list[Epoch]
 
 
 def decisive(config: dict[str, Any]) -> dict[str, Any]:
@@ -181,17 +263,19 @@ def path(results: str | Path, config: dict[str, Any], run: str) -> Path:
     return Path(results) / "runs" / config["task"]["name"] / config["model"]["name"] / f"{run}.json"
 
 
-def read(file: Path) -> Record:
+def read(file: Path) -> Record | Translation:
     """A record, or ValueError with one sentence on what is wrong with the file."""
     text = file.read_bytes()
     try:
-        record = Record.model_validate_json(text)
-        version = record.schema_version
+        told = json.loads(text)
+    except ValueError:
+        told = None
+    told = told if isinstance(told, dict) else {}
+    version = told.get("schema_version", SCHEMA)
+    record: Record | Translation
+    try:
+        record = (Translation if told.get("kind") == "translation" else Record).model_validate_json(text)
     except ValidationError as error:
-        try:
-            version = json.loads(text)["schema_version"]
-        except (ValueError, KeyError, TypeError):
-            version = SCHEMA
         if version == SCHEMA:
             first = error.errors()[0]
             said = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
@@ -201,7 +285,7 @@ def read(file: Path) -> Record:
     return record
 
 
-def finished(file: Path) -> Record | None:
+def finished(file: Path) -> Run | None:
     """The record of a run that need not be repeated: one that is there, whole, and ok."""
     if not file.exists():
         return None
@@ -213,15 +297,11 @@ def finished(file: Path) -> Record | None:
     return record if record.status == "ok" else None
 
 
-def summary(record: Record) -> str:
+def summary(record: Run) -> str:
     """A few lines for the screen at the end of a run."""
     lines = [f"{record.status}: {record.message}"] if record.status != "ok" else []
     if quality := record.quality:
-        lines.append(
-            f"test accuracy {quality.test_accuracy:.2%} of {quality.test_examples:,} (best dev "
-            f"{quality.dev_accuracy:.2%} at step {quality.dev_step:,}; the last weights "
-            f"{quality.last_test_accuracy:.2%}; majority class {record.data.majority:.2%})"
-        )
+        lines.append(quality.told(record.data.majority))
     if time := record.time:
         steps = " / ".join(f"{1000 * seconds:.3g}" for seconds in (time.step_p10, time.step_p50, time.step_p90))
         lines.append(
@@ -239,7 +319,7 @@ def summary(record: Record) -> str:
     return "\n".join(lines)
 
 
-def show(record: Record) -> str:
+def show(record: Run) -> str:
     """The whole record for a person, without the single test outcomes."""
     commit = "not a git checkout"
     if record.code.commit:
@@ -249,7 +329,7 @@ def show(record: Record) -> str:
     lines = [
         f"{record.run_id}: {record.model} ({record.parameters:,} parameters) on {record.task}, seed {record.seed}, "
         f"{record.steps_done:,} steps",
-        f"command      python train.py {' '.join(record.overrides)}".rstrip(),
+        f"command      {record.command} {' '.join(record.overrides)}".rstrip(),
         f"code         {commit}",
         f"data         {record.data.source}: {sizes} examples, fingerprint {record.data.fingerprint[:12]}",
         f"environment  {environment.device_name} ({environment.device}), {threads}, "
@@ -265,16 +345,16 @@ def show(record: Record) -> str:
     if record.memory:
         lines.append(f"  memory: {record.memory.method}")
     if record.history:
-        lines += ["", "    step  train loss  dev loss  dev accuracy  learning rate     time"]
+        lines += ["", f"    step  train loss  dev loss  {record.history[0].measure():>12}  learning rate     time"]
         lines += [
-            f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}  {p.learning_rate:13.2e}  "
+            f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.shown:>12}  {p.learning_rate:13.2e}  "
             f"{duration(p.train_seconds):>7}"
             for p in record.history
         ]
     return "\n".join(lines)
 
 
-def write(record: Record, file: Path) -> None:
+def write(record: Run, file: Path) -> None:
     write_text(file, record.model_dump_json(indent=2) + "\n")
 
 

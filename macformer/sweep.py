@@ -28,8 +28,8 @@ from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
 from macformer.cell import Cell
+from macformer.loop import OutOfMemory
 from macformer.progress import duration, mebibytes
-from macformer.trainer import OutOfMemory
 
 HERE = ("basic", "joblib")  # launchers whose jobs run on this machine
 PATIENCE = 5.0  # seconds of steps for the forecast of a cell
@@ -166,7 +166,7 @@ def _kind(config: dict[str, Any]) -> str:
     return json.dumps(kept | {"seed": None, "device": None, "trainer": trainer}, sort_keys=True)
 
 
-def _seconds(record: records.Record) -> float:
+def _seconds(record: records.Run) -> float:
     """Of the whole run."""
     assert record.time
     return record.time.train_seconds + record.time.evaluation_seconds + record.time.pause_seconds

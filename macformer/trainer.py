@@ -1,18 +1,11 @@
-"""The training loop: step, schedule, evaluation, best-by-dev, resume. Returns a plain result; knows no file.
+"""Training for LRA: batches of one size, texts with one label, accuracy. The loop itself is in macformer/loop.py.
 
-Knows no model, task or logger by name.
+Knows no model and no task by name.
 """
 
-import copy
 import hashlib
-import math
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -22,16 +15,12 @@ from torch.nn import functional as F
 
 from macformer import device as devices
 from macformer.check import whole
-from macformer.device import Account, Precision
-from macformer.progress import Screen, duration, mebibytes
-from macformer.record import Memory, Point, Quality, Status, Time, pack_bits
+from macformer.device import Precision
+from macformer.loop import Arrays, Look, Loop, Tensors
+from macformer.record import Point, Quality, Record, pack_bits
 
-CLIP = 1.0  # gradients are clipped by value
-EPS = 1e-6  # of AdamW
-FORECAST = 20  # steps after which the end can be foretold
-PATIENCE = 5.0  # seconds that a checkpoint may take, in which a second SIGINT does no harm
-DRY_SECONDS = 60.0  # a dry run takes FORECAST steps, or fewer if they take longer than this
 Indices = NDArray[np.int64]
+Outcome = tuple[NDArray[np.bool_], float]  # which examples are right, and the mean loss
 
 
 class Split(Protocol):
@@ -48,104 +37,20 @@ class Order(Protocol):
 class Task(Protocol):
     @property
     def splits(self) -> Mapping[str, Split]: ...
+    @property
+    def majority(self) -> float: ...
     def order(self, batch_size: int, seed: int, bucket: bool) -> Order: ...
 
 
-@dataclass
-class Result:
-    """What a run has so far; down to the best weights, it goes into the checkpoint."""
-
-    losses: list[float] = field(default_factory=list)  # one a step
-    step_seconds: list[float] = field(default_factory=list)  # waiting for data included
-    seconds: dict[Account, float] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)  # bytes, by the fields of Memory
-    history: list[Point] = field(default_factory=list)
-    best_weights: dict[str, Any] | None = None
-    quality: Quality | None = None
-    time: Time | None = None
-    memory: Memory | None = None
-    status: Status = "ok"
-    message: str = ""
-    signal: int = 0  # that came, perhaps too late to interrupt it
-
-    def best(self) -> Point:
-        """The highest dev accuracy; the earliest of equals."""
-        return max(self.history, key=lambda point: point.dev_accuracy)
-
-
-@dataclass
-class Forecast:
-    """What a run would cost, from a few steps of it."""
-
-    measured_steps: int
-    step_seconds: float
-    train_seconds: float
-    evaluation_seconds: float
-    memory: Memory
-
-
-class Diverged(Exception):
-    """A loss is not finite."""
-
-
-class CannotRun(Exception):
-    """torch.compile does not work here, or saved weights do not fit the code: one sentence."""
-
-
-class OutOfMemory(Exception):
-    """One sentence on what to lower."""
-
-    status: Status = "oom"
-
-
-class Stopped(Exception):
-    """SIGINT or SIGTERM came, and the loop is between two steps or in an evaluation, where nothing is half done."""
-
-
-class Stop:
-    """While entered, SIGINT and SIGTERM are but a request, which `check` raises; a later SIGINT acts at once."""
-
-    def __init__(self) -> None:
-        self.signal = 0
-        self.asked = math.inf
-
-    def __enter__(self) -> Self:
-        here = threading.current_thread() is threading.main_thread()  # no other may set handlers
-        self.before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
-        for number, handler in list(self.before.items()):
-            if callable(handler) and handler is not signal.default_int_handler:
-                del self.before[number]  # somebody else's: submitit's jobs go on after SIGTERM
-        for number in self.before:
-            signal.signal(number, self._ask)
-        return self
-
-    def _ask(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and time.monotonic() - self.asked > PATIENCE:
-            raise KeyboardInterrupt
-        self.signal = self.signal or number
-        self.asked = min(self.asked, time.monotonic())
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def check(self) -> None:
-        if self.signal:
-            raise Stopped
-
-
-class Trainer:
-    """AdamW under a linear one-cycle schedule: `warmup_steps` up, `steps` down.
+class Trainer(Loop):
+    """The loop (its docstring has the keys that are not here) over `warmup_steps` and `steps` batches.
 
     pad="full" pads every batch to the task's length, as the base code does; "trim" to its longest text (rounded up),
     which changes no output. `bucket` puts texts of like length into one batch.
-    accumulate=K takes a batch in K parts, one after the other: less memory, the same gradient.
-    `precision`: float32, or mixed with bfloat16 or float16 (and a loss scaler); "auto": float16 on CUDA, else float32.
-    Dev accuracy is taken every `evaluate_every` steps and at the end, always on the same `dev_examples` examples.
-    The weights with the best dev accuracy (the earliest of equals) are tested on the whole test split; so are the last.
-    Modules with a `redraw` are told of each step (`step()`): it is time for a new draw then, or not.
-    `telemetry`: at each evaluation, every module that has a method of that name is asked about a batch of dev texts.
+    Dev accuracy is taken on the same `dev_examples` examples always.
     """
+
+    record = Record
 
     def __init__(
         self,
@@ -165,445 +70,114 @@ class Trainer:
         checkpoint_every: int = 200,
         telemetry: bool = False,
     ):
-        whole(steps=steps, batch_size=batch_size, evaluate_every=evaluate_every, accumulate=accumulate)
-        whole(checkpoint_every=checkpoint_every)
-        whole(at_least=2, warmup_steps=warmup_steps)  # the schedule counts the steps between its first and its peak
+        whole(steps=steps, batch_size=batch_size)
+        super().__init__(
+            warmup_steps=warmup_steps,
+            total_steps=warmup_steps + steps,
+            learning_rate=learning_rate,
+            evaluate_every=evaluate_every,
+            cycle_momentum=cycle_momentum,
+            accumulate=accumulate,
+            precision=precision,
+            tf32=tf32,
+            compile=compile,
+            checkpoint_every=checkpoint_every,
+            telemetry=telemetry,
+        )
         if dev_examples != "all":
             whole(dev_examples=dev_examples)
         if accumulate > batch_size:
             raise ValueError(f"accumulate={accumulate} must be at most batch_size={batch_size}: a part has an example")
-        if not 0 < learning_rate < math.inf:
-            raise ValueError(f"learning_rate={learning_rate!r} must be above 0 and finite")
-        self.warmup_steps = warmup_steps
-        self.total_steps = warmup_steps + steps
         self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.evaluate_every = evaluate_every
         self.dev_examples = dev_examples
-        self.cycle_momentum = cycle_momentum
         self.trim = pad == "trim"
         self.bucket = bucket
-        self.accumulate = accumulate
-        self.precision = precision
-        self.tf32 = tf32
-        self.compile = compile
-        self.checkpoint_every = checkpoint_every
-        self.telemetry = telemetry
 
-    def fit(
-        self,
-        model: nn.Module,
-        task: Task,
-        device: torch.device,
-        seed: int,
-        save: Callable[[dict[str, Any]], None] | None = None,
-        saved: dict[str, Any] | None = None,
-        log: Callable[[dict[str, Any]], None] | None = None,
-    ) -> Result:
-        """Train `model` on `device` and test it. A failure is a result with its status, not an exception.
+    def goal(self, task: Task, seed: int) -> "Accuracy":
+        return Accuracy(self, task, seed)
 
-        `save` gets the state of the run every `checkpoint_every` steps, at evaluations and when it is asked to stop;
-        `saved` is such a state, to go on from. `log` gets each point of the history.
-        """
-        result = Result()
-        with Stop() as stop:
-            try:
-                with self.plainly():
-                    run = _Run(self, model, task, device, seed, result, stop, save, log)
-                    if saved:
-                        run.load(saved)
-                    try:
-                        run.train()
-                        run.test()
-                    finally:
-                        run.close()
-            except Diverged as error:
-                result.status, result.message = "diverged", str(error)
-            except OutOfMemory as error:
-                result.status, result.message = "oom", f"after {len(result.losses):,} steps, {error}"
-            except (Stopped, KeyboardInterrupt) as error:
-                cause = stop.signal if isinstance(error, Stopped) else signal.SIGINT
-                result.status = "interrupted"
-                result.message = f"{signal.Signals(cause).name} after {len(result.losses):,} steps"
-                stop.signal = cause
-        result.signal = stop.signal
-        return result
-
-    @contextmanager
-    def plainly(self) -> Iterator[None]:
-        """What goes wrong inside for a reason that one can do something about is said in one sentence."""
-        try:
-            yield
-        except Exception as error:
-            if self.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                reason = str(error).strip().partition("\n")[0]
-                raise CannotRun(f"trainer.compile=true does not work here ({reason}): leave it out") from error
-            if devices.is_out_of_memory(error):
-                raise OutOfMemory(
-                    f"out of memory: raise trainer.accumulate={self.accumulate} (the same batch in more parts) "
-                    f"or lower trainer.batch_size={self.batch_size}"
-                ) from error
-            raise
-
-    def forecast(
-        self, model: nn.Module, task: Task, device: torch.device, seed: int, patience: float = DRY_SECONDS
-    ) -> Forecast:
-        """Take a few steps from all over the schedule, and evaluate a few batches, to say what the whole would cost.
-
-        After `patience` seconds of steps, but for the first, there are no more of them.
-        """
-        run = _Run(self, model, task, device, seed, Result(), Stop())
-        count = min(FORECAST + 1, self.total_steps)
-        feed = run.feed(np.linspace(0, self.total_steps - 1, count).astype(int).tolist())
-        while len(run.result.losses) < count and sum(run.result.step_seconds[1:]) < patience:
-            run.step(feed)
-        seconds = run.result.step_seconds[1:]  # the first one warms up
-        dev = task.splits["dev"]
-        by_length = run.dev_indices[np.argsort(dev.lengths[run.dev_indices], kind="stable")]
-        some = by_length[:: -(-len(by_length) // (4 * self.batch_size))]  # about four batches
-        run.note_cuda_peaks("peak_bytes", "reserved_bytes")
-        run.clock.book("pause")
-        run.evaluate(dev, some)
-        an_example = run.clock.book("evaluation") / len(some)
-        run.close()
-        assert run.result.memory
-        return Forecast(
-            measured_steps=len(seconds),
-            step_seconds=float(np.mean(seconds)),
-            train_seconds=float(np.mean(seconds)) * self.total_steps,
-            evaluation_seconds=an_example * run.examples_to_evaluate(0),
-            memory=run.result.memory,
-        )
-
-    def due(self, step: int) -> bool:
-        """Is this a step after which there is an evaluation?"""
-        return step == self.total_steps or (step > 0 and step % self.evaluate_every == 0)
+    @property
+    def smaller(self) -> str:
+        return f"lower trainer.batch_size={self.batch_size}"
 
 
-class _Run:
-    """One training, from its first step or from a saved state to its end."""
+class Accuracy:
+    """The right label for as many texts as possible."""
 
-    def __init__(
-        self,
-        settings: Trainer,
-        model: nn.Module,
-        task: Task,
-        device: torch.device,
-        seed: int,
-        result: Result,
-        stop: Stop,
-        save: Callable[[dict[str, Any]], None] | None = None,
-        log: Callable[[dict[str, Any]], None] | None = None,
-    ):
-        self.settings = settings
-        self.device = device
-        self.precision = devices.choose_precision(settings.precision, device)
-        self.splits = task.splits
+    point = Point
+
+    def __init__(self, settings: Trainer, task: Task, seed: int):
+        self.splits, self.majority = task.splits, task.majority
         self.order = task.order(settings.batch_size, seed, settings.bucket)
-        self.stop, self.write, self.log = stop, save, log
-        self.model = model.to(device)
-        if settings.compile:
-            self.model.compile()
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), settings.learning_rate, eps=EPS, weight_decay=0, fused=True
-        )
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer,
-            settings.learning_rate,
-            total_steps=settings.total_steps,
-            pct_start=settings.warmup_steps / settings.total_steps,
-            anneal_strategy="linear",
-            cycle_momentum=settings.cycle_momentum,
-        )
-        self.scaler = devices.scaler(device, self.precision)
-        self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
+        self.trim, self.batch_examples = settings.trim, settings.batch_size
         # The same dev examples in every run, whatever its seed.
         dev = len(task.splits["dev"])
         wanted = dev if settings.dev_examples == "all" else settings.dev_examples
         self.dev_indices = np.sort(np.random.default_rng(0).permutation(dev)[:wanted])
-        self.rate = 0.0
-        self.result = result
-        self.screen = Screen()
-        self.fresh = True  # this process has not taken a step yet
-        self.clock = devices.Clock(device, self.result.seconds)
+        self.dev_examples, self.test_examples = len(self.dev_indices), len(task.splits["test"])
 
-    def train(self) -> None:
-        result, settings = self.result, self.settings
-        feed = self.feed(range(len(result.losses), settings.total_steps))
-        try:
-            while True:
-                step = len(result.losses)
-                if settings.due(step) and self.evaluated() < step:
-                    self.evaluate_dev()
-                    self.save()
-                if step == settings.total_steps:
-                    return
-                self.stop.check()
-                self.step(feed)
-                step += 1
-                _check_finite("the loss", result.losses[-1], step)
-                if step == FORECAST and step < settings.total_steps:
-                    left = self.seconds_left()
-                    end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
-                    self.screen.line(f"expected end: {end}, in {duration(left)}")
-                self.screen.live(self.line)
-                if step % settings.checkpoint_every == 0 or settings.due(step):
-                    self.note_cuda_peaks("peak_bytes", "reserved_bytes")
-                    self.save()
-        except Stopped:
-            self.save()
-            raise
+    def batch(self, step: int) -> Arrays:
+        return self.splits["train"].batch(self.order.indices(step), self.trim)
 
-    def feed(self, steps: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
+    def longest(self) -> Arrays:
         train = self.splits["train"]
-        return devices.feed(self.device, (train.batch(self.order.indices(s), self.settings.trim) for s in steps))
+        return train.batch(self._longest_of(train), self.trim)
 
-    def step(self, feed: Iterator[tuple[Tensor, ...]]) -> None:
-        """The next batch, its gradient, one step of the optimiser."""
-        self.clock.book("pause")
-        ids, labels = next(feed)
-        waited = self.clock.book("data_wait")
-        loss = self.gradient(ids, labels)
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        for feature_map in self.redrawn:
-            feature_map.step()
-        self.rate = float(self.schedule.get_last_lr()[0])
-        self.schedule.step()
-        self.result.step_seconds.append(waited + self.clock.book("training"))
-        self.result.losses.append(float(loss))  # the device is done: nothing waits for this number
-        if self.fresh:
-            self.measure_memory()
-            self.fresh = False
+    def _longest_of(self, split: Split) -> Indices:
+        return np.resize(np.argsort(-split.lengths, kind="stable"), self.batch_examples)
 
-    def gradient(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Of the mean loss, which is returned; part by part."""
-        parts = self.settings.accumulate
-        total = torch.zeros((), device=self.device)
-        for part_ids, part_labels in zip(ids.chunk(parts), labels.chunk(parts), strict=True):
-            with devices.autocast(self.device, self.precision):
-                logits = self.model(part_ids)
-            loss = F.cross_entropy(logits.float(), part_labels) * (len(part_labels) / len(labels))
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-        return total
+    def glimpse(self) -> Arrays:
+        return self.splits["dev"].batch(self.dev_indices[: self.batch_examples], self.trim)
 
-    def evaluate(self, split: Split, indices: Indices) -> tuple[NDArray[np.bool_], float]:
-        def tick(done: int) -> None:
-            self.stop.check()
-            self.screen.live(lambda: f"evaluating: {done:,} of {len(indices):,} examples")
+    def loss(self, model: nn.Module, part: Tensors, whole: Tensors) -> Tensor:
+        ids, labels = part
+        return F.cross_entropy(model(ids).float(), labels) * (len(labels) / len(whole[1]))
 
-        own = self.settings
-        return evaluate(self.model, split, indices, own.batch_size, self.device, own.trim, self.precision, tick)
+    def dev(self, look: Look) -> dict[str, Any]:
+        outcomes, loss = self._evaluate(look, "dev", self.dev_indices)
+        return {"dev_loss": loss, "dev_accuracy": float(outcomes.mean())}
 
-    def evaluate_dev(self) -> None:
-        """A point of the history, and the best weights so far."""
-        result, dev = self.result, self.splits["dev"]
-        step = len(result.losses)
-        self.clock.book("pause")
-        outcomes, dev_loss = self.evaluate(dev, self.dev_indices)
-        self.clock.book("evaluation")
-        self.note_cuda_peaks("evaluation_peak_bytes", "evaluation_reserved_bytes")
-        _check_finite("the dev loss", dev_loss, step)
-        point = Point(
-            step=step,
-            train_loss=float(np.mean(result.losses[self.evaluated() :])),
-            dev_loss=dev_loss,
-            dev_accuracy=float(outcomes.mean()),
-            learning_rate=self.rate,
-            train_seconds=sum(result.step_seconds),
+    def rehearse(self, look: Look, longest: bool) -> int:
+        dev = self.splits["dev"]
+        by_length = self.dev_indices[np.argsort(dev.lengths[self.dev_indices], kind="stable")]
+        some = by_length[:: -(-len(by_length) // (4 * self.batch_examples))]  # about four batches
+        self._evaluate(look, "dev", self._longest_of(dev) if longest else some)
+        return len(some)
+
+    def test(self, look: Look) -> Outcome:
+        return self._evaluate(look, "test", np.arange(self.test_examples))
+
+    def _evaluate(self, look: Look, split: str, indices: Indices) -> Outcome:
+        return evaluate(
+            look.model,
+            self.splits[split],
+            indices,
+            self.batch_examples,
+            look.device,
+            self.trim,
+            look.precision,
+            look.tick,
         )
-        if self.settings.telemetry:
-            some = self.dev_indices[: self.settings.batch_size]
-            ids, _ = next(devices.feed(self.device, [dev.batch(some, self.settings.trim)]))
-            point.telemetry = observe(self.model, ids)
-        result.history.append(point)
-        if result.best() is point:
-            result.best_weights = {  # not on a GPU, whose memory is measured
-                name: value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-                for name, value in self.model.state_dict().items()
-            }
-        self.screen.line(self.line())
-        for name, value in point.telemetry.items():
-            self.screen.line(f"  {name} {value:.4g}")
-        if self.log:
-            self.log(point.model_dump(exclude={"telemetry"}) | point.telemetry)
 
-    def evaluated(self) -> int:
-        """The step of the last evaluation."""
-        return self.result.history[-1].step if self.result.history else 0
+    def told(self, outcome: Outcome) -> str:
+        outcomes, loss = outcome
+        return (
+            f"test accuracy {outcomes.mean():.2%} of {len(outcomes):,} (majority class {self.majority:.2%}), "
+            f"loss {loss:.4f}"
+        )
 
-    def test(self) -> None:
-        """The last weights and, if they are not the same, the best ones, which the model has from then on."""
-        result, test = self.result, self.splits["test"]
-        everything = np.arange(len(test))
-        best = result.best()
-        self.clock.book("pause")
-        last, _ = self.evaluate(test, everything)
-        outcomes = last
-        if best.step != self.settings.total_steps:
-            load_weights(self.model, cast(dict[str, Any], result.best_weights))
-            outcomes, _ = self.evaluate(test, everything)
-        self.clock.book("evaluation")
-        self.note_cuda_peaks("evaluation_peak_bytes", "evaluation_reserved_bytes")
-        result.quality = Quality(
-            test_accuracy=float(outcomes.mean()),
-            test_examples=len(outcomes),
-            correct=pack_bits(outcomes),
+    def quality(self, history: list[Point], best: Point, outcome: Outcome, last: Outcome) -> Quality:
+        return Quality(
+            test_accuracy=float(outcome[0].mean()),
+            test_examples=self.test_examples,
+            correct=pack_bits(outcome[0]),
             dev_accuracy=best.dev_accuracy,
             dev_step=best.step,
-            dev_examples=len(self.dev_indices),
+            dev_examples=self.dev_examples,
             dev_subset=hashlib.sha256(self.dev_indices.tobytes()).hexdigest()[:8],
-            last_dev_accuracy=result.history[-1].dev_accuracy,
-            last_test_accuracy=float(last.mean()),
+            last_dev_accuracy=history[-1].dev_accuracy,
+            last_test_accuracy=float(last[0].mean()),
         )
-
-    def save(self) -> None:
-        """Hand over all that a later process needs. The sampler's state is the number of steps."""
-        if not self.write:
-            return
-        result = self.result
-        self.note_resident_peak()
-        self.clock.book("pause")
-        self.write(
-            {
-                "step": len(result.losses),
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "schedule": self.schedule.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "random": devices.random_state(self.device),
-                "rate": self.rate,
-                "losses": torch.tensor(result.losses, dtype=torch.float64),
-                "step_seconds": torch.tensor(result.step_seconds, dtype=torch.float64),
-                "seconds": dict(result.seconds),
-                "peaks": result.peaks,
-                "history": [point.model_dump() for point in result.history],
-                "best_weights": result.best_weights,
-            }
-        )
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what `save` handed over."""
-        load_weights(self.model, saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
-        self.scaler.load_state_dict(saved["scaler"])
-        devices.set_random_state(self.device, saved["random"])
-        self.rate = saved["rate"]
-        self.result.losses = saved["losses"].tolist()
-        self.result.step_seconds = saved["step_seconds"].tolist()
-        self.result.seconds.update(saved["seconds"])
-        self.result.peaks = saved["peaks"]
-        self.result.history = [Point(**point) for point in saved["history"]]
-        self.result.best_weights = saved["best_weights"]
-
-    def measure_memory(self) -> None:
-        """After the first step, when the optimiser has its moments. Untimed; changes nothing.
-
-        CPU: one extra pass of training and one of evaluation, each on the longest texts. CUDA's allocator counts by
-        itself in every step; what the first one took is forgotten here.
-        """
-        if devices.is_cuda(self.device):
-            devices.cuda_peaks(self.device)
-            return
-        if "peak_bytes" in self.result.peaks:  # measured before this process
-            return
-        own = self.settings
-        before = copy.deepcopy(self.model.state_dict())  # running averages move with each pass
-        moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        state = [*self.model.parameters(), *self.model.buffers(), *(t for t in moments if isinstance(t, Tensor))]
-        for name, split in (("peak_bytes", self.splits["train"]), ("evaluation_peak_bytes", self.splits["dev"])):
-            longest = np.resize(np.argsort(-split.lengths, kind="stable"), own.batch_size)
-
-            def work(split: Split = split, longest: Indices = longest) -> None:
-                if split is self.splits["train"]:
-                    self.gradient(*next(devices.feed(self.device, [split.batch(longest, own.trim)])))
-                    self.optimizer.zero_grad()
-                else:  # nothing may stop it: the weights are to be as they were
-                    evaluate(self.model, split, longest, own.batch_size, self.device, own.trim, self.precision)
-
-            self.result.peaks[name] = devices.peak_bytes(self.device, state, work)
-        self.model.load_state_dict(before)
-
-    def note_cuda_peaks(self, allocated: str, reserved: str) -> None:
-        """The allocator's peaks since they were last noted, under these fields of Memory."""
-        if devices.is_cuda(self.device):
-            for name, value in zip((allocated, reserved), devices.cuda_peaks(self.device), strict=True):
-                self.result.peaks[name] = max(value, self.result.peaks.get(name, 0))
-
-    def note_resident_peak(self) -> None:
-        if resident := devices.resident_peak():
-            self.result.peaks["resident_peak_bytes"] = max(resident, self.result.peaks.get("resident_peak_bytes", 0))
-
-    def seconds_left(self) -> float:
-        """From the mean step and evaluation; before the first of these, a forward pass counts as a third of a step."""
-        result = self.result
-        evaluated = len(result.history) * len(self.dev_indices)
-        an_example = self.a_step() / self.settings.batch_size / 3
-        if evaluated:
-            an_example = result.seconds["evaluation"] / evaluated
-        left = self.settings.total_steps - len(result.losses)
-        return left * self.a_step() + self.examples_to_evaluate(len(result.losses)) * an_example
-
-    def a_step(self) -> float:
-        """Mean seconds of the last steps, the slow first one left out."""
-        return float(np.mean(self.result.step_seconds[1:][-1000:] or self.result.step_seconds))
-
-    def examples_to_evaluate(self, done: int) -> int:
-        """After `done` steps: dev examples as often as they are due, and the test split for the best and the last."""
-        steps = range(done + 1, self.settings.total_steps + 1)
-        return sum(map(self.settings.due, steps)) * len(self.dev_indices) + 2 * len(self.splits["test"])
-
-    def line(self) -> str:
-        """Step, loss (mean since the last evaluation), dev accuracy, steps/s, memory, time left."""
-        result, step = self.result, len(self.result.losses)
-        loss = result.history[-1].train_loss if self.evaluated() == step else np.mean(result.losses[self.evaluated() :])
-        parts = [f"step {step:>6,}/{self.settings.total_steps:,}", f"loss {loss:.4f}"]
-        if result.history:
-            parts.append(f"dev accuracy {result.history[-1].dev_accuracy:6.2%}")
-        rate = 1 / self.a_step()
-        parts.append(f"{rate:,.0f} steps/s" if rate >= 100 else f"{rate:.3g} steps/s")
-        if peak := result.peaks.get("peak_bytes"):
-            parts.append(mebibytes(peak))
-        return "  ".join([*parts, f"{duration(self.seconds_left())} left"])
-
-    def close(self) -> None:
-        """Time and memory, of a failed run too."""
-        result, seconds = self.result, self.result.step_seconds
-        self.screen.close()
-        self.clock.book("pause")
-        if not seconds:
-            return
-        p10, p50, p90 = np.percentile(seconds, [10, 50, 90]).tolist()
-        result.time = Time(
-            train_seconds=sum(seconds),
-            warmup_seconds=sum(seconds[: self.settings.warmup_steps]),
-            data_wait_seconds=result.seconds["data_wait"],
-            evaluation_seconds=result.seconds.get("evaluation", 0.0),
-            pause_seconds=result.seconds["pause"],
-            step_p10=p10,
-            step_p50=p50,
-            step_p90=p90,
-        )
-        self.note_resident_peak()
-        if "peak_bytes" in result.peaks:
-            how = (
-                "CUDA allocator's peaks over all steps but the first of a process"
-                if devices.is_cuda(self.device)
-                else "peak of live tensor bytes (allocator events) in one extra pass on the longest batch"
-            )
-            result.memory = Memory(**result.peaks, method=how)
-
-
-def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:  # the code has changed since
-        raise CannotRun("the checkpoint's weights do not fit this code: train again without it") from error
 
 
 @torch.inference_mode()
@@ -636,32 +210,3 @@ def evaluate(
     outcomes = np.empty(len(indices), bool)
     outcomes[by_length] = torch.cat(right).cpu().numpy()
     return outcomes, float(torch.stack(losses).double().sum()) / len(indices)
-
-
-@torch.inference_mode()
-def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
-    """What the modules with a `telemetry` method say about their inputs in one evaluation pass, by module name."""
-    found: dict[str, float] = {}
-
-    def ask(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            told = cast(Callable[..., dict[str, float]], module.telemetry)(*args, **kwargs)
-            found.update(
-                {f"{name}.{key}": value for key, value in told.items() if math.isfinite(value)}
-            )  # JSON has no NaN
-
-        return hook
-
-    watched = [(name, module) for name, module in model.named_modules() if hasattr(module, "telemetry")]
-    hooks = [module.register_forward_pre_hook(ask(name), with_kwargs=True) for name, module in watched]
-    model.eval()
-    model(ids)
-    model.train()
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def _check_finite(name: str, loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise Diverged(f"{name} is {loss} at step {step}: lower task.learning_rate")

@@ -49,8 +49,8 @@ from macformer import RFAttention, RMFAttention, SoftmaxAttention
 from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
+from macformer.loop import CLIP, EPS
 from macformer.progress import duration, mebibytes
-from macformer.trainer import CLIP, EPS
 from scripts.bench_attention import flop as attention_flop
 
 ROOT = Path(__file__).parent.parent

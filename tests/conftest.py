@@ -32,11 +32,11 @@ def one_thread() -> None:
 
 @pytest.fixture
 def composed() -> Iterator[Callable[..., DictConfig]]:
-    """composed("model=rfa", ...) -> the configuration that train.py would get."""
+    """composed("model=rfa", ...) -> the configuration that train.py would get; root="translate": with -cn translate."""
 
-    def make(*overrides: str) -> DictConfig:
+    def make(*overrides: str, root: str = "train") -> DictConfig:
         try:
-            config = compose("train", list(overrides), return_hydra_config=True)
+            config = compose(root, list(overrides), return_hydra_config=True)
         except MissingConfigException as error:
             if error.missing_cfg_file == "hydra/launcher/ray":  # the others are installed by `make setup`
                 pytest.skip(explain(error))

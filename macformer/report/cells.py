@@ -126,11 +126,12 @@ class Table:
 
 
 def load(results: Path) -> tuple[list[Record], list[str]]:
-    """All records below results/runs, and one sentence for each file that is none."""
+    """All records of LRA below results/runs, and one sentence for each file that is none."""
     found, problems = [], []
     for file in sorted((results / "runs").rglob("*.json")):
         try:
-            found.append(records.read(file))
+            record = records.read(file)
+            found += [record] if isinstance(record, Record) else []
         except (OSError, ValueError) as error:
             problems.append(str(error).replace(f"{results}/", "", 1))
     return found, problems
@@ -303,6 +304,7 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
         data = runs[0].record.data
         known, floors_of = _floors(task, [floor for floor in floors if floor["fingerprint"] == data.fingerprint])
         if not known:
+            assert data.majority is not None, "LRA has labels"
             known, floors_of = {"majority": data.majority}, f"test, {data.examples['test']:,} examples"
     outcomes = {row: _outcomes(cell.runs) for row, cell in cells.items() if cell.runs}
     for row, cell in cells.items():

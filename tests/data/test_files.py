@@ -16,7 +16,7 @@ import pytest
 import tensorflow_datasets as tfds
 from datasets import ClassLabel, Dataset, Features, Value
 
-from lra_data import listops, retrieval, text
+from lra_data import hub, listops, retrieval, text
 from lra_data.base import DataError, Task
 from tests.conftest import ROOT, write_archive, write_pairs
 from tests.data.test_base import left
@@ -184,7 +184,7 @@ def test_tfds_without_tensorflow_or_network_says_so_at_once(tmp_path: Path, monk
     ):
         read_text(tmp_path, "tfds")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "tensorflow")
-    monkeypatch.setattr(text, "_answers", lambda _: False)
+    monkeypatch.setattr(hub, "answers", lambda _: False)
     with pytest.raises(DataError, match=r"aclImdb_v1.tar.gz cannot be reached; put aclImdb_v1.tar.gz into paths.data"):
         read_text(tmp_path, "tfds")
 
@@ -207,7 +207,7 @@ def test_damaged_tfds_is_named(damage: str, sources: Path, tmp_path: Path, monke
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where not the server but the look-up of its name hangs."""
-    monkeypatch.setattr(text, "PATIENCE", 0.1)
+    monkeypatch.setattr(hub, "PATIENCE", 0.1)
     end, let_go, done = threading.Event(), [], threading.Event()
 
     def hang(*_: object, **__: object) -> None:
@@ -216,7 +216,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
         raise OSError
 
     monkeypatch.setattr("urllib.request.urlopen", hang)
-    assert not text._answers("http://nobody.invalid")
+    assert not hub.answers("http://nobody.invalid")
     end.set()
     assert done.wait(60)
     assert let_go == [True]  # it still hung when it was given up

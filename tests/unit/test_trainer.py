@@ -20,10 +20,11 @@ from torch import nn
 import train
 from macformer import config as configs
 from macformer import device as devices
+from macformer import loop, trainer
 from macformer import record as records
-from macformer import trainer
 from macformer.checkpoint import CheckpointError
-from macformer.trainer import Result, Trainer, evaluate
+from macformer.loop import Result
+from macformer.trainer import Trainer, evaluate
 from tests.conftest import MODELS
 
 Cell = Callable[..., DictConfig]
@@ -257,7 +258,7 @@ def test_telemetry_of_a_model_that_has_none_is_empty(cell: Cell) -> None:
 def test_measuring_memory_changes_nothing(cell: Cell, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what moves with each pass, the running averages; nor the draws."""
     measured = fit(cell("listops", "macformer_exp", extra))[0]
-    monkeypatch.setattr(trainer._Run, "measure_memory", lambda run: None)
+    monkeypatch.setattr(loop._Run, "measure_memory", lambda run: None)
     assert fit(cell("listops", "macformer_exp", extra))[0].losses == measured.losses
 
 
@@ -342,7 +343,7 @@ def test_a_saved_state_of_other_code_is_one_sentence(cell: Cell) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     model = configs.build(config, "model", **asdict(task.spec))
-    with pytest.raises(trainer.CannotRun, match="do not fit this code: train again"):
+    with pytest.raises(loop.CannotRun, match="do not fit this code: train again"):
         configs.build(config, "trainer").fit(model, task, CPU, 0, saved={"model": {"other": torch.zeros(1)}})
 
 
@@ -470,7 +471,7 @@ def test_a_compiler_that_fails_is_one_sentence(cell: Cell, monkeypatch: pytest.M
         raise RuntimeError("no C++ compiler\nand a long story")
 
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=broken))
-    with pytest.raises(trainer.CannotRun, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
+    with pytest.raises(loop.CannotRun, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
         fit(cell("listops", "transformer", "trainer.compile=true"))
 
 
@@ -478,14 +479,14 @@ def test_a_request_to_stop_waits_for_a_good_moment_and_a_late_second_one_does_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with trainer.Stop() as stop:
+    with loop.Stop() as stop:
         stop.check()
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # at once: a checkpoint may be under way
             signal.raise_signal(number)
-        with pytest.raises(trainer.Stopped):
+        with pytest.raises(loop.Stopped):
             stop.check()
         assert stop.signal == signal.SIGINT
-        monkeypatch.setattr(trainer, "PATIENCE", -1)
+        monkeypatch.setattr(loop, "PATIENCE", -1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -515,7 +516,7 @@ def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Cell, monke
 
     monkeypatch.setattr(nn.Embedding, "forward", short)
     for what in ("dry_run=true", f"evaluate={record.run_id}"):
-        with pytest.raises(trainer.OutOfMemory, match=r"^out of memory: raise trainer.accumulate=1 .* or lower"):
+        with pytest.raises(loop.OutOfMemory, match=r"^out of memory: raise trainer.accumulate=1 .* or lower"):
             train.run(cell("listops", "rfa", what), [])
 
 
@@ -553,7 +554,7 @@ def test_a_signal_that_somebody_else_handles_is_left_to_them() -> None:
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
-        with trainer.Stop() as stop:
+        with loop.Stop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             assert asked == [signal.SIGTERM]
             stop.check()
