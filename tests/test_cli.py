@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from macformer import record as records
+from tests import forked
 from tests.conftest import ROOT
 
 TINY = ["trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"]
@@ -53,7 +54,7 @@ def test_a_run_shows_what_it_is_its_progress_and_its_end(tmp_path: Path) -> None
 
 def test_a_sweep_runs_every_cell_and_goes_on_after_a_failure(tmp_path: Path) -> None:
     rates = "task.learning_rate=1e30,1e-3"  # the first diverges
-    done = program("train.py", "-m", "model=transformer,rfa", "seed=1", rates, *TINY, *paths(tmp_path))
+    done = forked.run("train.py", "-m", "model=transformer,rfa", "seed=1", rates, *TINY, *paths(tmp_path))
     assert done.returncode == 1
     *_, count, first, second = done.stderr.splitlines()
     assert count == "error: 2 of the sweep's runs failed:"
@@ -76,7 +77,7 @@ def test_a_sweep_runs_every_cell_and_goes_on_after_a_failure(tmp_path: Path) -> 
 def test_bad_input_is_one_sentence_behind_hydras_line_and_no_stack_trace(
     override: str, sentence: str, tmp_path: Path
 ) -> None:
-    failed = program("train.py", override, *paths(tmp_path))
+    failed = forked.run("train.py", override, *paths(tmp_path))
     assert failed.returncode == 1
     errors = [line for line in failed.stderr.splitlines() if not line.startswith("Error executing job")]
     assert len(errors) == 1
@@ -85,18 +86,17 @@ def test_bad_input_is_one_sentence_behind_hydras_line_and_no_stack_trace(
 
 
 def test_an_interrupted_sweep_ends_with_the_record_of_its_run(tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", "-m", "seed=0,1", *TINY, "trainer.steps=100000", *paths(tmp_path)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"}
-    )
-    assert process.stdout
-    for line in process.stdout:
+    words = ["train.py", "-m", "seed=0,1", *TINY, "trainer.steps=100000", *paths(tmp_path)]
+    output, unbuffered = tmp_path / "output", os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = forked.start(*words, output=output, errors=tmp_path / "errors", env=unbuffered)
+    for line in forked.lines(process, output):
         if line.startswith("step"):
             break
     time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=60)
+    assert process.exitcode == 130
+    rest = output.read_text()
     assert re.search(r"interrupted: SIGINT after [\d,]+ steps", rest)
     assert re.search(r"the same command goes on from \S+checkpoint.pt", rest)
     (file,) = (tmp_path / "results").rglob("*.json")
@@ -113,7 +113,7 @@ def test_an_interrupted_sweep_ends_with_the_record_of_its_run(tmp_path: Path) ->
 def test_each_failure_has_an_exit_code_and_a_record(
     change: list[str], code: int, sentence: str, tmp_path: Path
 ) -> None:
-    failed = program("train.py", *TINY, *change, *paths(tmp_path))
+    failed = forked.run("train.py", *TINY, *change, *paths(tmp_path))
     assert failed.returncode == code, failed.stderr
     assert re.search(f"error: .* {sentence}", failed.stderr)
     assert "Traceback" not in failed.stderr
@@ -147,7 +147,7 @@ Trainer.fit = bug
 sys.argv = sys.argv[1:]
 runpy.run_path("train.py", run_name="__main__")
 """
-    done = program("-c", broken, "train.py", "-m", "task.learning_rate=1e30,1e-3", *TINY, *paths(tmp_path))
+    done = forked.run("-c", broken, "train.py", "-m", "task.learning_rate=1e30,1e-3", *TINY, *paths(tmp_path))
     assert done.returncode == 1
     assert "error: 2 of the sweep's runs failed:" in done.stderr
     assert re.search(r"task.learning_rate=0.001 .*: a real bug$", done.stderr, re.MULTILINE)
@@ -182,7 +182,7 @@ def test_an_interrupted_sweep_over_processes_saves_all_its_runs(tmp_path: Path) 
 
 
 def test_a_record_for_a_person(tmp_path: Path) -> None:
-    assert program("train.py", *TINY, *paths(tmp_path)).returncode == 0
+    assert forked.run("train.py", *TINY, *paths(tmp_path)).returncode == 0
     (file,) = (tmp_path / "results").rglob("*.json")
     shown = program("-m", "macformer.record", "show", str(file)).stdout
     record = records.read(file)

@@ -4,8 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from omegaconf import DictConfig
 import train
 from macformer import checkpoint as checkpoints
 from macformer import record as records
-from tests.conftest import ROOT
+from tests import forked
 
 # What could be forgotten in a checkpoint is in it: dropout's random numbers, redrawn features, running averages.
 ARGUMENTS = [
@@ -59,13 +57,9 @@ def arguments(folder: Path, *more: str) -> list[str]:
     ]
 
 
-def program(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
-
-
 def finish(folder: Path, *more: str) -> tuple[records.Record, list[float], str]:
     """Run it to its end: the record, all losses, and what it printed."""
-    done = program(*arguments(folder, *more))
+    done = forked.run(*arguments(folder, *more))
     assert done.returncode == 0, done.stderr
     (file,) = (folder / "results").rglob("*.json")
     (checkpoint,) = (folder / "outputs").rglob("checkpoint.pt")
@@ -92,7 +86,7 @@ def test_killed_at_many_moments(unharmed: tuple[records.Record, list[float], str
         ("macformer.trainer.evaluate", 4),  # that of the test split
         ("macformer.checkpoint:Checkpoint.finish", 1),  # the record is there
     ):
-        killed = program("-c", SUICIDE, "SIGKILL", where, str(count), *arguments(tmp_path))
+        killed = forked.run("-c", SUICIDE, "SIGKILL", where, str(count), *arguments(tmp_path))
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert "Traceback" not in killed.stderr
         steps.append(re.findall(r"going on from step (\d+)", killed.stdout))
@@ -108,14 +102,12 @@ def test_killed_at_many_moments(unharmed: tuple[records.Record, list[float], str
 
 
 def test_killed_from_outside(unharmed: tuple[records.Record, list[float], str], tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, *arguments(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    process = forked.start(*arguments(tmp_path), output=tmp_path / "output", errors=tmp_path / "errors")
     deadline = time.monotonic() + 100
     while not list((tmp_path / "outputs").rglob("checkpoint.pt")) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.kill()
-    process.wait()
+    process.join()
     record, losses, printed = finish(tmp_path)
     assert "going on from step" in printed or "is finished" in printed
     assert losses == unharmed[1]
@@ -125,7 +117,7 @@ def test_killed_from_outside(unharmed: tuple[records.Record, list[float], str], 
 def test_asked_to_stop(unharmed: tuple[records.Record, list[float], str], tmp_path: Path) -> None:
     """In the 18th step. It saves first: that step is not lost, though the next checkpoint was far away."""
     words = "-c", SUICIDE, "SIGTERM", "torch.optim:AdamW.step", "18"
-    stopped = program(*words, *arguments(tmp_path, "trainer.checkpoint_every=1000"))
+    stopped = forked.run(*words, *arguments(tmp_path, "trainer.checkpoint_every=1000"))
     assert stopped.returncode == 128 + signal.SIGTERM
     assert "interrupted: SIGTERM after 18 steps" in stopped.stdout
     (file,) = (tmp_path / "results").rglob("*.json")

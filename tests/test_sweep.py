@@ -18,6 +18,7 @@ from macformer import config as configs
 from macformer import record as records
 from macformer import sweep
 from scripts.bench_table import made_up
+from tests import forked
 from tests.conftest import ROOT
 
 TINY = ["trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"]
@@ -97,26 +98,27 @@ def test_two_cells_and_a_failure_by_each_launcher(name: str, tmp_path: Path) -> 
     assert sorted(record.status for record in found(tmp_path)) == ["diverged", "ok", "ok"]
 
 
-def test_a_killed_sweep_goes_on(tmp_path: Path, started: Started) -> None:
+def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     """Killed in its second run: the first is not repeated, and all ends as if nothing had happened."""
     long = ["trainer.steps=298", "trainer.checkpoint_every=20", "trainer.evaluate_every=100"]
     words = [*TABLE2, "model=macformer_exp", "seed=0,1", *long]
-    process = started(*words, *paths(tmp_path / "killed"))
+    process = forked.start(*words, *paths(tmp_path / "killed"), output=tmp_path / "output", errors=tmp_path / "errors")
     second = tmp_path / "killed" / "outputs"
-    while process.poll() is None and len(list(second.glob("*.1.*/checkpoint.pt"))) == 0:
+    while process.is_alive() and len(list(second.glob("*.1.*/checkpoint.pt"))) == 0:
         time.sleep(0.01)
     process.kill()
-    assert process.wait() == -signal.SIGKILL
-    process.communicate()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert [(record.seed, record.status) for record in found(tmp_path / "killed")] == [(0, "ok")]
 
-    again = program(*words, *paths(tmp_path / "killed"))
+    again = forked.run(*words, *paths(tmp_path / "killed"))
     assert again.returncode == 0, again.stderr
     assert re.search(r"^  listops +macformer_exp +1 +1 +0 +[\d.]+ s +\d+ MiB  seed 0$", again.stdout, re.MULTILINE)
     assert re.search(r"^listops.macformer_exp.0.\w+ is finished", again.stdout, re.MULTILINE)
     assert len(re.findall(r"^going on from step \d+", again.stdout, re.MULTILINE)) == 1
 
-    assert program(*words, *paths(tmp_path / "whole")).returncode == 0
+    unannounced = "hydra.callbacks.sweep.announce=false"  # the announcement runs a few steps in a process of its own
+    assert forked.run(*words, unannounced, *paths(tmp_path / "whole")).returncode == 0
     killed, whole = found(tmp_path / "killed"), found(tmp_path / "whole")
     assert len(killed) == len(whole) == 2
     assert [record.quality for record in killed] == [record.quality for record in whole]
@@ -126,7 +128,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path, started: Started) -> None:
 def test_the_announcement_and_data_that_are_not_there(tmp_path: Path) -> None:
     """Text has no data: its cells are told of first, fail by themselves, and cost the others nothing."""
     words = ["experiment=table2", "task=text,listops", "model=rfa", "seed=0,1", "trainer=smoke", *paths(tmp_path)]
-    done = program("train.py", *words)
+    done = forked.run("train.py", *words)
     assert done.returncode == 1
     head, _, _ = done.stdout.partition("HYDRA")
     assert f"4 cells, by hydra/launcher=basic, their records in {tmp_path}/results/runs\n" in head
@@ -156,7 +158,7 @@ def test_more_memory_than_there_is_ends_one_run_and_not_the_sweep(tmp_path: Path
     if 2 * 4 * length**2 < 0.9 * total:
         pytest.skip("a text cannot be long enough to fill this machine's memory")
     words = ["model=transformer", "model.heads=1", f"task.data.length={length},64", "device=cpu", *TINY[:1], *TINY[2:]]
-    done = program("train.py", "-m", *words, *paths(tmp_path))
+    done = forked.run("train.py", "-m", *words, *paths(tmp_path))
     assert done.returncode == 1, done.stderr
     assert "error: 1 of the sweep's runs failed:" in done.stderr
     assert re.search(rf"task.data.length={length} .* ended as oom: after 0 steps, out of memory", done.stderr)
@@ -195,7 +197,7 @@ def test_notes_of_an_earlier_sweep_do_not_count(tmp_path: Path) -> None:
     notes = tmp_path / "sweep" / "notes"
     records.write_text(notes / "stopped", "15")
     records.write_text(notes / "00007.job", "an old failure")
-    done = program("train.py", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", *TINY, *paths(tmp_path))
+    done = forked.run("train.py", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", *TINY, *paths(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "old failure" not in done.stderr
     assert len(found(tmp_path)) == 2
