@@ -78,6 +78,7 @@ class Vocabulary:
 
     def __init__(self, saved: str):
         self.tokenizer = _tokenizers().Tokenizer.from_str(saved)
+        self.tokenizer.encode_special_tokens = True  # "</s>" in a text is plain text
 
     def encode(self, texts: list[str]) -> list[Ids]:
         """Ids of each text, END behind them."""
@@ -193,6 +194,8 @@ def _vocabulary(folder: Path, size: int, texts: Texts) -> tuple[str, Vocabulary]
     file = folder / "multi30k" / f"vocabulary-{key[:8]}.json"
     if file.exists():
         kept = _kept(file)
+        if kept["fingerprint"] != hashlib.sha256((key + kept["tokenizer"]).encode()).hexdigest():
+            raise _damaged(file)
         return kept["fingerprint"], Vocabulary(kept["tokenizer"])
     saved = _train(size, (text for side in texts["train"] for text in side))
     fingerprint = hashlib.sha256((key + saved).encode()).hexdigest()
@@ -211,7 +214,11 @@ def _kept(file: Path) -> dict[str, str]:
         kept = json.loads(file.read_text())
         return {key: str(kept[key]) for key in ("fingerprint", "tokenizer")}
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"{file} is damaged: delete it, and it will be made anew") from None
+        raise _damaged(file) from None
+
+
+def _damaged(file: Path) -> DataError:
+    return DataError(f"{file} is damaged: delete it, and it will be made anew")
 
 
 def _tokenizers() -> Any:
@@ -274,7 +281,8 @@ def _read_hub() -> Texts:
     texts = {}
     for split, name in HUB_FILES.items():
         try:
-            rows = [json.loads(line) for line in (there / name).read_text().splitlines()]
+            content = (there / name).read_bytes().decode()
+            rows = [json.loads(line) for line in content.removesuffix("\n").split("\n")]
             sides = [[str(row[language]).strip() for row in rows] for language in LANGUAGES]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{there / name} cannot be read ({error!r}); {instead}") from None

@@ -96,6 +96,44 @@ def write_pairs(folder: Path, lines: int) -> None:
 
 
 @pytest.fixture(scope="session")
+def multi30k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with a small Multi30K, made here."""
+    folder = tmp_path_factory.mktemp("translation")
+    pairs = captions()
+    write_multi30k(folder / "multi30k", {"train": pairs[:300], "dev": pairs[300:324], "test": pairs[324:340]})
+    return folder
+
+
+def captions() -> list[tuple[str, str]]:
+    """German sentences of a small grammar with their translations, 756 different ones, always in the same order."""
+    subjects = [("Ein {}er Hund", "dog"), ("Ein {}er Mann", "man"), ("Eine {}e Frau", "woman")]
+    subjects += [("Eine {}e Katze", "cat"), ("Ein {}es Kind", "child"), ("Ein {}es Mädchen", "girl")]
+    qualities = [("klein", "small"), ("jung", "young"), ("schön", "pretty")]
+    verbs = [("läuft", "runs"), ("schläft", "sleeps"), ("sitzt", "sits"), ("steht", "stands"), ("wartet", "waits")]
+    verbs += [("fällt", "falls"), ("spielt", "plays")]
+    places = [("", ""), (" im Schnee", " in the snow"), (" auf der Straße", " on the street")]
+    places += [(" vor einem großen Haus", " in front of a large house"), (" am Fluss", " at the river")]
+    places += [(" unter der alten Brücke", " under the old bridge")]
+    pairs = [
+        (f"{subject.format(german)} {verb}{place}.", f"A {english} {noun} {does}{where}.")
+        for subject, noun in subjects
+        for german, english in qualities
+        for verb, does in verbs
+        for place, where in places
+    ]
+    return random.Random(0).sample(pairs, len(pairs))
+
+
+def write_multi30k(folder: Path, pairs: dict[str, list[tuple[str, str]]]) -> None:
+    """The six files of Multi30K; of each split, pairs of a German and an English line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, name in (("train", "train"), ("dev", "val"), ("test", "test_2016_flickr")):
+        for side, language in enumerate(("de", "en")):
+            lines = "".join(f"{pair[side]}\n" for pair in pairs[split])
+            (folder / f"{name}.{language}").write_bytes(lines.encode())
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data, or a skip."""
     folder = Path(os.environ.get("MACFORMER_SHARED_DATA", ROOT.parent / "shared" / "data"))
