@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
@@ -47,13 +47,13 @@ class Look:
 class Goal(Protocol):
     """What is learned and how it is judged, with the data that belong to it."""
 
-    @property
-    def point(self) -> type[Evaluation]:
-        """What an evaluation on dev becomes."""
-
     batch_examples: int  # of a training step, about
     dev_examples: int
     test_examples: int
+
+    @property
+    def point(self) -> type[Evaluation]:
+        """What an evaluation on dev becomes."""
 
     def batch(self, step: int) -> Arrays:
         """Of training, at step 0, 1, ..."""
@@ -415,7 +415,8 @@ class _Run:
             self.stop.check()
             self.screen.live(lambda: f"evaluating: {done:,} of {examples:,} examples")
 
-        return Look(self.model, self.device, self.precision, *[tick][: bool(examples)])
+        look = Look(self.model, self.device, self.precision)
+        return replace(look, tick=tick) if examples else look
 
     def evaluate_dev(self) -> None:
         """A point of the history, and the best weights so far."""

@@ -24,6 +24,7 @@ from macformer.record import Epoch, Translated, Translation
 
 BEGIN, END = 1, 2  # ids that frame a target; 0 is padding
 EVALUATED = 128  # texts that are translated together
+FEW = 4  # tokens of a translation when memory is measured: the pass for the loss takes most of it
 ROOM = 2, 10  # a translation has at most so many tokens for each of its source, and so many more
 Indices = NDArray[np.int64]
 
@@ -113,6 +114,10 @@ class Outcome:
     loss: float  # of a token
     tokens: int
 
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))  # more is no number
+
 
 class Bleu:
     """Translations like the references."""
@@ -144,19 +149,20 @@ class Bleu:
 
     def dev(self, look: Look) -> dict[str, Any]:
         outcome = self._evaluate(look, "dev", np.arange(self.dev_examples))
-        return {"dev_loss": outcome.loss, "dev_perplexity": math.exp(outcome.loss), "dev_bleu": outcome.bleu}
+        return {"dev_loss": outcome.loss, "dev_perplexity": outcome.perplexity, "dev_bleu": outcome.bleu}
 
     def rehearse(self, look: Look, longest: bool) -> int:
         by_length = np.argsort(-self.splits["dev"].lengths[:, 0], kind="stable")
         some = by_length[:EVALUATED] if longest else by_length[:: -(-self.dev_examples // EVALUATED)]
-        self._evaluate(look, "dev", some)
+        self._evaluate(look, "dev", some, FEW if longest else None)
         return len(some)
 
     def test(self, look: Look) -> Outcome:
         return self._evaluate(look, "test", np.arange(self.test_examples))
 
     @torch.inference_mode()
-    def _evaluate(self, look: Look, split: str, indices: Indices) -> Outcome:
+    def _evaluate(self, look: Look, split: str, indices: Indices, most: int | None = None) -> Outcome:
+        """`most`: translations of so many tokens at most."""
         pairs, model = self.splits[split], look.model
         by_length = indices[np.argsort(pairs.lengths[indices, 0], kind="stable")]
         batches = [by_length[start : start + EVALUATED] for start in range(0, len(indices), EVALUATED)]
@@ -167,7 +173,7 @@ class Bleu:
             look.tick(len(translations))
             with devices.autocast(look.device, look.precision):
                 losses.append(_loss(model, source, target))
-                found = search(model, source, self.beam)
+                found = search(model, source, self.beam, most)
             translations += map(self.corpus.vocabulary.decode, found)
         model.train()
         bleu = find_sacrebleu().BLEU()
@@ -179,14 +185,14 @@ class Bleu:
     def told(self, outcome: Outcome) -> str:
         return (
             f"test BLEU {outcome.bleu:.2f} of {self.test_examples:,} texts ({outcome.signature}), loss "
-            f"{outcome.loss:.4f}, perplexity {math.exp(outcome.loss):.2f}"
+            f"{outcome.loss:.4f}, perplexity {outcome.perplexity:.2f}"
         )
 
     def quality(self, history: list[Epoch], best: Epoch, outcome: Outcome, last: Outcome) -> Translated:
         return Translated(
             test_bleu=outcome.bleu,
             test_loss=outcome.loss,
-            test_perplexity=math.exp(outcome.loss),
+            test_perplexity=outcome.perplexity,
             test_examples=self.test_examples,
             test_tokens=outcome.tokens,
             dev_bleu=best.dev_bleu,
@@ -216,22 +222,23 @@ def _loss(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def search(model: Any, source: Tensor, beam: int = 1) -> list[list[int]]:
+def search(model: Any, source: Tensor, beam: int = 1, most: int | None = None) -> list[list[int]]:
     """Translations of source (B, n), as ids without BEGIN, END and padding; with one beam, greedy.
 
     At each step the K best continuations of a text's K beginnings stay. In the end, the one whose tokens have the
-    highest mean log-probability is taken. A text's own length decides when to give up, not that of its batch.
+    highest mean log-probability is taken. A text's own length decides when to give up, not that of its batch; at the
+    latest after `most` tokens.
     """
     B, rows = len(source), torch.arange(len(source), device=source.device).unsqueeze(1)
     state = model.begin(source).choose(rows.expand(B, beam).flatten())
     factor, more = ROOM
-    most = factor * (source > 0).sum(1, keepdim=True) + more
+    room = factor * (source > 0).sum(1, keepdim=True) + more
     total = torch.full((B, beam), -math.inf, device=source.device)
     total[:, 0] = 0  # all beginnings are the same: one of them counts
     token = torch.full((B, beam), BEGIN, device=source.device)
     done = torch.zeros(B, beam, dtype=torch.bool, device=source.device)
     written = token.unsqueeze(-1)[..., :0]
-    for position in range(min(int(most.max()), model.longest)):
+    for position in range(min(int(room.max()), most or model.longest)):
         gain = model.step(state, token.flatten(), position).float().log_softmax(-1).unflatten(0, (B, beam))
         gain.masked_fill_(done.unsqueeze(-1), -math.inf)
         gain[..., 0] = torch.where(done, 0.0, -math.inf)  # what is done goes on with padding, for nothing
@@ -240,7 +247,7 @@ def search(model: Any, source: Tensor, beam: int = 1) -> list[list[int]]:
         if beam > 1:
             state = state.choose((rows * beam + parent).flatten())
         written = torch.cat([written.gather(1, parent.unsqueeze(-1).expand_as(written)), token.unsqueeze(-1)], -1)
-        done = done.gather(1, parent) | (token == END) | (position + 1 >= most)
+        done = done.gather(1, parent) | (token == END) | (position + 1 >= room)
         if done.all():
             break
     best = (total / (written > 0).sum(-1)).argmax(1)
