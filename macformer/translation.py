@@ -24,6 +24,7 @@ from macformer.record import Epoch, Translated, Translation
 
 BEGIN, END = 1, 2  # ids that frame a target; 0 is padding
 EVALUATED = 128  # texts that are translated together
+HIGHEST = 700.0  # loss whose exponential is still a number
 ROOM = 2, 10  # a translation has at most so many tokens for each of its source, and so many more
 Indices = NDArray[np.int64]
 
@@ -113,6 +114,10 @@ class Outcome:
     loss: float  # of a token
     tokens: int
 
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, HIGHEST))
+
 
 class Bleu:
     """Translations like the references."""
@@ -144,7 +149,7 @@ class Bleu:
 
     def dev(self, look: Look) -> dict[str, Any]:
         outcome = self._evaluate(look, "dev", np.arange(self.dev_examples))
-        return {"dev_loss": outcome.loss, "dev_perplexity": math.exp(outcome.loss), "dev_bleu": outcome.bleu}
+        return {"dev_loss": outcome.loss, "dev_perplexity": outcome.perplexity, "dev_bleu": outcome.bleu}
 
     def rehearse(self, look: Look, longest: bool) -> int:
         by_length = np.argsort(-self.splits["dev"].lengths[:, 0], kind="stable")
@@ -179,14 +184,14 @@ class Bleu:
     def told(self, outcome: Outcome) -> str:
         return (
             f"test BLEU {outcome.bleu:.2f} of {self.test_examples:,} texts ({outcome.signature}), loss "
-            f"{outcome.loss:.4f}, perplexity {math.exp(outcome.loss):.2f}"
+            f"{outcome.loss:.4f}, perplexity {outcome.perplexity:.2f}"
         )
 
     def quality(self, history: list[Epoch], best: Epoch, outcome: Outcome, last: Outcome) -> Translated:
         return Translated(
             test_bleu=outcome.bleu,
             test_loss=outcome.loss,
-            test_perplexity=math.exp(outcome.loss),
+            test_perplexity=outcome.perplexity,
             test_examples=self.test_examples,
             test_tokens=outcome.tokens,
             dev_bleu=best.dev_bleu,
