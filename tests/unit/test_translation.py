@@ -277,6 +277,15 @@ def test_telemetry_tells_of_every_attention_and_changes_nothing(tiny: Tiny) -> N
             assert point.telemetry[f"{name}.attention.error"] > 0
 
 
+@pytest.mark.parametrize(("arm", "precision"), [(SOFTMAX, "float16"), (RMFA, "bfloat16")])
+def test_mixed_precision_learns_about_the_same(arm: list[str], precision: str, tiny: Tiny) -> None:
+    exact, mixed = (fit(tiny(*arm, f"trainer.precision={p}"))[0] for p in ("float32", precision))
+    assert mixed.status == "ok"
+    assert mixed.losses == pytest.approx(exact.losses, rel=0.02)
+    assert mixed.losses != exact.losses
+    assert mixed.quality.last_test_loss == pytest.approx(exact.quality.last_test_loss, rel=0.02)
+
+
 @pytest.mark.parametrize("rate", ["1e1", "1e3", "1e30"])
 @pytest.mark.parametrize("ppsbn", ["with", "without"])
 def test_a_rate_that_is_far_too_high_is_a_result(rate: str, ppsbn: str, tiny: Tiny) -> None:
