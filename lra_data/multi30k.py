@@ -30,6 +30,7 @@ LANGUAGES = ("de", "en")  # source, target
 PAD, BEGIN, END = 0, 1, 2
 SPECIAL = ["<pad>", "<s>", "</s>"]
 SMALLEST = len(SPECIAL) + 256  # vocabulary: every byte is in it
+LONGEST = 1024  # tokens of a text, what frames it included: the translator has as many positions
 WINDOW = 32  # batches whose pairs are sorted by length together
 # sha256 over all texts of the three splits: whatever has another one is a stand-in.
 MULTI30K = "e56e3756eefda4cccd1bbc761658e26ad2efcbcab269b5562f2cb9e99a79f7b9"
@@ -167,6 +168,7 @@ def load(folder: str, vocabulary: PositiveInt, examples: Caps, origin: str | Non
         begin = np.array([BEGIN], np.int32)
         framed = [np.concatenate([begin, ids]) for ids in words.encode(targets)]
         splits[split] = Pairs(words.encode(sources), framed, targets)
+        _check_lengths(split, splits[split])
     return Corpus(
         Spec(words.tokenizer.get_vocab_size()),
         splits,
@@ -174,6 +176,15 @@ def load(folder: str, vocabulary: PositiveInt, examples: Caps, origin: str | Non
         fingerprint,
         "multi30k" if whole == MULTI30K else "stand-in",
     )
+
+
+def _check_lengths(split: str, pairs: Pairs) -> None:
+    line, side = np.unravel_index(pairs.lengths.argmax(), pairs.lengths.shape)
+    if (tokens := pairs.lengths[line, side]) > LONGEST:
+        raise DataError(
+            f"Multi30K's {FILES[split]}.{LANGUAGES[side]}: line {line + 1} has {tokens:,} tokens, and a text may have "
+            f"{LONGEST:,}: shorten it, or raise task.data.vocabulary"
+        )
 
 
 def find_vocabulary(folder: str, fingerprint: str) -> Vocabulary:

@@ -25,6 +25,7 @@ from macformer.record import Epoch, Translated, Translation
 BEGIN, END = 1, 2  # ids that frame a target; 0 is padding
 EVALUATED = 128  # texts that are translated together
 FEW = 4  # tokens of a translation when memory is measured: the pass for the loss takes most of it
+HIGHEST = 700.0  # loss whose exponential is still a number
 ROOM = 2, 10  # a translation has at most so many tokens for each of its source, and so many more
 Indices = NDArray[np.int64]
 
@@ -116,7 +117,7 @@ class Outcome:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))  # more is no number
+        return math.exp(min(self.loss, HIGHEST))
 
 
 class Bleu:
