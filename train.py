@@ -102,6 +102,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
         forecast(trainer, model, task, device, config.seed)
         return None
 
+    trainer.goal(task, config.seed)  # settings that do not fit the data should fail now, and leave nothing behind
     file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
     with checkpoint.alone():
         finished = records.finished(file)  # another process may just have finished it

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import PositiveInt, validate_call
+from pydantic import validate_call
 
 from lra_data import base, hub
 from lra_data.base import Caps, DataError
@@ -151,7 +151,7 @@ class Batches:
 
 
 @validate_call(config={"strict": True})
-def load(folder: str, vocabulary: PositiveInt, examples: Caps, origin: str | None = None) -> Corpus:
+def load(folder: str, vocabulary: int, examples: Caps, origin: str | None = None) -> Corpus:
     """Multi30K from `origin`: a folder with train, val and test_2016_flickr, .de and .en, plain or gzipped, or "hub".
 
     By default that folder is `folder`/multi30k. `vocabulary` is the number of ids; `examples` caps the splits.
@@ -187,16 +187,13 @@ def _check_lengths(split: str, pairs: Pairs) -> None:
         )
 
 
-def find_vocabulary(folder: str, fingerprint: str) -> Vocabulary:
+def find_vocabulary(folder: str, fingerprint: str) -> Vocabulary | None:
     """The vocabulary of the data with that fingerprint, without the data."""
     for file in sorted(Path(folder, "multi30k").glob("vocabulary-*.json")):
         kept = _kept(file)
-        if kept["fingerprint"] == fingerprint:
+        if kept and kept["fingerprint"] == fingerprint:
             return Vocabulary(kept["tokenizer"])
-    raise DataError(
-        f"{folder}/multi30k has no vocabulary of the data {fingerprint[:8]} that the run was trained on: give the data "
-        "folder of that training as paths.data"
-    )
+    return None
 
 
 def _vocabulary(folder: Path, size: int, texts: Texts) -> tuple[str, Vocabulary]:
@@ -205,31 +202,29 @@ def _vocabulary(folder: Path, size: int, texts: Texts) -> tuple[str, Vocabulary]
     file = folder / "multi30k" / f"vocabulary-{key[:8]}.json"
     if file.exists():
         kept = _kept(file)
-        if kept["fingerprint"] != hashlib.sha256((key + kept["tokenizer"]).encode()).hexdigest():
-            raise _damaged(file)
+        if not kept or kept["key"] != key:
+            raise DataError(f"{file} is damaged: delete it, and it will be made anew")
         return kept["fingerprint"], Vocabulary(kept["tokenizer"])
     saved = _train(size, (text for side in texts["train"] for text in side))
     fingerprint = hashlib.sha256((key + saved).encode()).hexdigest()
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_suffix(f".{os.getpid()}.tmp")  # of two runs, both write the same
     try:
-        fresh.write_text(json.dumps({"fingerprint": fingerprint, "tokenizer": saved}))
+        fresh.write_text(json.dumps({"fingerprint": fingerprint, "key": key, "tokenizer": saved}))
         os.replace(fresh, file)
     finally:
         fresh.unlink(missing_ok=True)
     return fingerprint, Vocabulary(saved)
 
 
-def _kept(file: Path) -> dict[str, str]:
+def _kept(file: Path) -> dict[str, str] | None:
+    """What the file holds, if that has its fingerprint."""
     try:
         kept = json.loads(file.read_text())
-        return {key: str(kept[key]) for key in ("fingerprint", "tokenizer")}
-    except (ValueError, KeyError, TypeError):
-        raise _damaged(file) from None
-
-
-def _damaged(file: Path) -> DataError:
-    return DataError(f"{file} is damaged: delete it, and it will be made anew")
+        fingerprint = hashlib.sha256((kept["key"] + kept["tokenizer"]).encode()).hexdigest()
+        return kept if kept["fingerprint"] == fingerprint else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _tokenizers() -> Any:
@@ -237,9 +232,8 @@ def _tokenizers() -> Any:
         import tokenizers  # of an extra
     except ModuleNotFoundError:
         raise DataError("tokenizers is not there: pip install 'macformer[translate]' (make setup does)") from None
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # its threads do not outlive a fork, and runs have one core
+    # Its threads do not outlive a fork, and runs have one core.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return tokenizers
 
 

@@ -17,7 +17,7 @@ from macformer.record import Run, Session, decisive, flat
 
 FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
-MAY_DIFFER = ("device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile")
+MAY_DIFFER = ("device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile", "trainer.beam")
 KEPT = ("step", "model", "best_weights", "losses")  # of a finished run, for `evaluate=`
 
 

@@ -106,7 +106,7 @@ def check_top(config: DictConfig) -> None:
         raise ConfigError(f"{min(unknown)} is not known; the keys there are {', '.join(kinds)}")
     for name, kind in kinds.items():
         if name not in values:
-            raise ConfigError(f"{name} is missing; configs/{file} has it")
+            raise ConfigError(f"{name} is missing; configs/{file} has it, or configs/common.yaml")
         _fit(name, values[name], kind, file)
     for name in ("data", "results", "outputs"):  # the other paths are where a task's source is, or null
         _fit(f"paths.{name}", values["paths"].get(name), str, file)
@@ -141,4 +141,4 @@ def explain(error: Exception) -> str:
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = [str(name) for name in cause.parent_node if name not in NOT_ARGUMENTS]
         return f"{cause.full_key} is not known; the keys there are {', '.join(known)}"
-    return str(error)
+    return " ".join(str(error).split())

@@ -48,9 +48,8 @@ class MultiHead(nn.Module):
         """q and result (B, n, heads * head_dim), k and v (B, m, ...), mask (B, m): all between the projections."""
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         if self.pre_q and self.pre_q.statistics == "token" and isinstance(self.attention, RMFAttention):
-            attended = self.attention(
-                q, k, v, mask, causal, pre_sbn_eps=self.pre_q.eps
-            )  # the same, without normalised copies
+            # The same, without normalised copies.
+            attended = self.attention(q, k, v, mask, causal, pre_sbn_eps=self.pre_q.eps)
         else:
             if self.pre_q and self.pre_k:
                 q, k = self.pre_q(q, mask), self.pre_k(k, mask)

@@ -87,10 +87,15 @@ class State:
     def choose(self, rows: Tensor) -> "State":
         """Those rows, in that order; a row may come several times."""
 
-        def pick(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-            return [(k[rows], v[rows]) for k, v in pairs]
+        return State(self.mask[rows], _pick(self.sources, rows), _pick(self.pasts, rows))
 
-        return State(self.mask[rows], pick(self.sources), pick(self.pasts))
+    def go_on_from(self, rows: Tensor) -> None:
+        """What is written so far becomes that of those rows; sources stay."""
+        self.pasts = _pick(self.pasts, rows)
+
+
+def _pick(pairs: list[tuple[Tensor, Tensor]], rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(k[rows], v[rows]) for k, v in pairs]
 
 
 class Seq2Seq(nn.Module):
@@ -174,7 +179,7 @@ class Seq2Seq(nn.Module):
         return self.drop(self.tokens(ids) * self.width**0.5 + self.positions[first:end])
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.norm_decoder(x) @ self.tokens.weight.mT
+        return F.linear(self.norm_decoder(x), self.tokens.weight)
 
 
 def _sines(length: int, width: int) -> Tensor:

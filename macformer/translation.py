@@ -24,7 +24,7 @@ from macformer.record import Epoch, Translated, Translation
 
 BEGIN, END = 1, 2  # ids that frame a target; 0 is padding
 EVALUATED = 128  # texts that are translated together
-FEW = 4  # tokens of a translation when memory is measured: the pass for the loss takes most of it
+FEW = 4  # tokens of a greedy translation when memory is measured: the pass for the loss takes most of it
 HIGHEST = 700.0  # loss whose exponential is still a number
 ROOM = 2, 10  # a translation has at most so many tokens for each of its source, and so many more
 Indices = NDArray[np.int64]
@@ -105,7 +105,8 @@ class Translator(Loop):
 
     @property
     def smaller(self) -> str:
-        return f"raise trainer.steps_per_epoch={self.steps_per_epoch} (smaller batches)"
+        fewer = f" or, in evaluation, lower trainer.beam={self.beam}" if self.beam > 1 else ""
+        return f"raise trainer.steps_per_epoch={self.steps_per_epoch} (smaller batches){fewer}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,10 @@ class Bleu:
         return train.batch(by_length[:count])
 
     def glimpse(self) -> Arrays:
-        return self.splits["dev"].batch(np.arange(min(EVALUATED, self.dev_examples)))
+        """Of the commonest lengths: nothing is padding."""
+        dev = self.splits["dev"]
+        _, kind, counts = np.unique(dev.lengths, axis=0, return_inverse=True, return_counts=True)
+        return dev.batch(np.flatnonzero(kind.reshape(-1) == counts.argmax())[:EVALUATED])
 
     def loss(self, model: nn.Module, part: Tensors, whole: Tensors) -> Tensor:
         return _loss(model, *part) / (whole[1][:, 1:] > 0).sum()
@@ -155,7 +159,7 @@ class Bleu:
     def rehearse(self, look: Look, longest: bool) -> int:
         by_length = np.argsort(-self.splits["dev"].lengths[:, 0], kind="stable")
         some = by_length[:EVALUATED] if longest else by_length[:: -(-self.dev_examples // EVALUATED)]
-        self._evaluate(look, "dev", some, FEW if longest else None)
+        self._evaluate(look, "dev", some, FEW if longest and self.beam == 1 else None)
         return len(some)
 
     def test(self, look: Look) -> Outcome:
@@ -246,7 +250,7 @@ def search(model: Any, source: Tensor, beam: int = 1, most: int | None = None) -
         total, place = (total.unsqueeze(-1) + gain).flatten(1).topk(beam)
         parent, token = place // gain.shape[-1], place % gain.shape[-1]
         if beam > 1:
-            state = state.choose((rows * beam + parent).flatten())
+            state.go_on_from((rows * beam + parent).flatten())
         written = torch.cat([written.gather(1, parent.unsqueeze(-1).expand_as(written)), token.unsqueeze(-1)], -1)
         done = done.gather(1, parent) | (token == END) | (position + 1 >= room)
         if done.all():

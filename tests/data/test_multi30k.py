@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lra_data import hub, multi30k
 from lra_data.base import DataError
 from lra_data.multi30k import BEGIN, END, FILES, HUB_FILES, Batches, Corpus, Vocabulary
-from macformer import seq2seq
+from macformer import seq2seq, translation
 from tests.conftest import ROOT, captions, write_multi30k
 
 ALL = {"train": None, "dev": None, "test": None}
@@ -367,18 +367,34 @@ def test_a_damaged_vocabulary_is_named(damage: str, files: Path, tmp_path: Path)
 
 
 def test_a_vocabulary_is_found_by_its_fingerprint(files: Path, tmp_path: Path) -> None:
+    """Whatever lies beside it; None if it is not there, or not whole."""
     corpora = [read(tmp_path, files, size) for size in (SIZE, SIZE + 1)]
+    (tmp_path / "multi30k" / "vocabulary-0.json").write_text("{")
+    (tmp_path / "multi30k" / "vocabulary-1.json").mkdir()
     for corpus in corpora:
         found = multi30k.find_vocabulary(str(tmp_path), corpus.fingerprint)
+        assert found is not None
         assert found.tokenizer.to_str() == corpus.vocabulary.tokenizer.to_str()
+    assert multi30k.find_vocabulary(str(tmp_path), "0123456789") is None
+    assert multi30k.find_vocabulary(str(tmp_path / "nothing"), corpora[0].fingerprint) is None
+    for file in (tmp_path / "multi30k").glob("vocabulary-*.json"):
+        if file.is_file():
+            file.write_text(file.read_text().replace("fingerprint", "thumbprint"))
+    assert multi30k.find_vocabulary(str(tmp_path), corpora[0].fingerprint) is None
 
 
-def test_an_unknown_fingerprint_is_named(files: Path, tmp_path: Path) -> None:
-    for place in (tmp_path / "nothing", tmp_path):
-        sentence = rf"^{place}/multi30k has no vocabulary of the data 01234567 .* as paths.data$"
-        with pytest.raises(DataError, match=sentence):
-            multi30k.find_vocabulary(str(place), "0123456789")
-        read(tmp_path, files)
+def test_a_vocabulary_of_other_texts_under_this_name_is_refused(files: Path, tmp_path: Path) -> None:
+    read(tmp_path, files)
+    (file,) = (tmp_path / "multi30k").iterdir()
+    read(tmp_path / "elsewhere", files, SIZE + 1)
+    (other,) = (tmp_path / "elsewhere" / "multi30k").iterdir()
+    file.write_bytes(other.read_bytes())
+    refused(tmp_path, files, f"{file} is damaged: delete it, and it will be made anew")
+
+
+def test_the_ids_that_frame_a_target_are_those_of_the_search() -> None:
+    """Data and models do not know each other."""
+    assert (multi30k.PAD, multi30k.BEGIN, multi30k.END) == (0, translation.BEGIN, translation.END)
 
 
 # The order of the pairs

@@ -1,4 +1,4 @@
-"""The first 20 losses of each model on tiny ListOps, seed 0: what the golden files hold."""
+"""The first 20 losses of each model on tiny ListOps, and of translators on a small Multi30K made here; seed 0."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from macformer import config as configs
+from tests.conftest import captions, write_multi30k
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(__file__).parent
@@ -23,12 +24,29 @@ OVERRIDES = [
     "trainer.evaluate_every=20",
 ]
 
+TRANSLATORS = {  # name of the golden file -> what it is
+    "seq2seq": ["ppsbn=without"],
+    "seq2seq_ppsbn": ["ppsbn=with"],
+    "seq2seq_rmfa": ["ppsbn=with", "attention=rmfa_exp"],
+}
+SMALL = [
+    *("model.width=32", "model.heads=2", "model.head_dim=16", "model.layers=1", "model.feedforward=32"),
+    *("task.data.vocabulary=400", "trainer.epochs=1", "trainer.steps_per_epoch=20", "trainer.warmup_steps=5"),
+]
 
-def first_losses(model_name: str, data: str) -> list[float]:
+
+def first_losses(name: str, data: str) -> list[float]:
     torch.set_num_threads(1)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = compose("train", [f"model={model_name}", "task=listops", *OVERRIDES])
+        if name in TRANSLATORS:
+            config = compose("translate", [*TRANSLATORS[name], *SMALL])
+            pairs = captions()
+            write_multi30k(
+                Path(data) / "multi30k", {"train": pairs[:200], "dev": pairs[200:210], "test": pairs[210:220]}
+            )
+        else:
+            config = compose("train", [f"model={name}", "task=listops", *OVERRIDES])
     task = configs.build(config, "task.data", folder=data)
     torch.manual_seed(config.seed)
     model = configs.build(config, "model", **asdict(task.spec))

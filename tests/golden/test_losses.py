@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.conftest import MODELS
-from tests.golden.losses import first_losses, read
+from tests.golden.losses import TRANSLATORS, first_losses, read
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *TRANSLATORS])
 def test_the_first_losses_are_the_golden_ones(name: str, tmp_path: Path) -> None:
     version, golden = read(name)
     ours = torch.__version__.partition("+")[0]
@@ -23,4 +23,6 @@ def test_the_golden_losses_differ_between_models_but_where_they_are_the_same_fun
     assert losses["macformer_exp"] == losses["macformer_trigh"]
     assert losses["transformer"] == losses["transformer_checkpointed"]  # what is dropped, too
     assert len({tuple(values) for values in losses.values()}) == len(MODELS) - 2
+    losses |= {name: read(name)[1] for name in TRANSLATORS}
+    assert len({tuple(values) for values in losses.values()}) == len(MODELS) - 2 + len(TRANSLATORS)
     assert all(len(values) == 20 for values in losses.values())

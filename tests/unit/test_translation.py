@@ -167,7 +167,7 @@ def test_references_go_with_their_translations(tiny: Tiny, monkeypatch: pytest.M
     test = corpus.splits["test"]
     targets = {tuple(s.tolist()): t[1:-1].tolist() for s, t in zip(test.sources, test.targets, strict=True)}
 
-    def perfect(model: object, source: Tensor, beam: int) -> list[list[int]]:
+    def perfect(model: object, source: Tensor, *rest: object) -> list[list[int]]:
         return [targets[tuple(row[row > 0].tolist())] for row in source]
 
     monkeypatch.setattr("macformer.translation.search", perfect)
@@ -248,8 +248,8 @@ def test_the_best_epoch_is_tested_and_the_last_one_too(tiny: Tiny, monkeypatch: 
     """Where dev says that the second of three is the best."""
     evaluate, seen = Bleu._evaluate, []
 
-    def watched(goal: Bleu, look: Look, split: str, indices: np.ndarray) -> Outcome:
-        outcome = evaluate(goal, look, split, indices)
+    def watched(goal: Bleu, look: Look, split: str, indices: np.ndarray, *rest: object) -> Outcome:
+        outcome = evaluate(goal, look, split, indices, *rest)
         if len(indices) == 9 and look.tick.__name__ == "tick":  # not to measure memory
             seen.append({name: value.clone() for name, value in look.model.named_parameters()})
             outcome = replace(outcome, bleu=[3.0, 5.0, 5.0][len(seen) - 1])
@@ -260,6 +260,30 @@ def test_the_best_epoch_is_tested_and_the_last_one_too(tiny: Tiny, monkeypatch: 
     assert (result.quality.dev_bleu, result.quality.dev_step) == (5.0, 10)  # the earlier of equals
     assert all(torch.equal(value, seen[1][name]) for name, value in model.named_parameters())
     assert result.quality.last_test_loss != result.quality.test_loss
+
+
+def test_a_glimpse_has_no_padding(tiny: Tiny) -> None:
+    """Telemetry of a decoder cannot tell padding from real rows."""
+    trainer, _, corpus = begin(tiny())
+    source, target = trainer.goal(corpus, 0).glimpse()
+    assert source.all()
+    assert target.all()
+    assert len(source) == np.unique(corpus.splits["dev"].lengths, axis=0, return_counts=True)[1].max()
+
+
+def test_settings_that_do_not_fit_the_data_leave_nothing_behind(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^trainer\.steps_per_epoch=9999 is too many for"):
+        train.run(tiny("trainer.steps_per_epoch=9999"), [])
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and "vocabulary" not in file.name]
+
+
+def test_memory_is_measured_without_a_whole_search(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler would hold every operation of it."""
+    trainer, model, corpus = begin(tiny())
+    steps, step = [], type(model).step
+    monkeypatch.setattr(type(model), "step", lambda *args: steps.append(args[-1]) or step(*args))
+    trainer.goal(corpus, 0).rehearse(Look(model, CPU, "float32"), longest=True)
+    assert max(steps) < 4
 
 
 def test_telemetry_tells_of_every_attention_and_changes_nothing(tiny: Tiny) -> None:
