@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-data figure-rmfa claims golden clean
+.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-data figure-rmfa figure-ppsbn claims golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ bench-data: setup ## measure how fast data are made, packed and read, into resul
 
 figure-rmfa: setup ## the paper's Figure 3, error and time of RMFA on random data, into results/figures (6 minutes; FULL=1: 11 hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.figure_rmfa $(if $(FULL),--full)
+
+figure-ppsbn: setup ## the paper's Figure 4, translation with and without ppSBN, into results/figures (an hour on 2 cores; MULTI30K=folder, FULL=1: GPU)
+	$(BIN)/python -m scripts.figure_ppsbn $(if $(FULL),--full) $(if $(MULTI30K),paths.multi30k=$(MULTI30K))
 
 claims: setup ## measure and judge what the paper claims, into results/claims.md (4 minutes; FULL=1: 25)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.claims $(if $(FULL),--full)

@@ -102,17 +102,17 @@ def report3(repeats: int = 6, **changes: Callable[[int, int, np.random.Generator
     )
 
 
-def report4(better: float, seeds: int = 4) -> list[Finding]:
-    """ppSBN is better by so much in everything, but for a little noise."""
+def report4(better: float, seeds: int = 4) -> dict[str, Any]:
+    """ppSBN is (?:better|worse) by so much in everything, but for a little noise."""
     rng = np.random.default_rng(0)
     runs = [
         {"ppsbn": ppsbn, "seed": seed}
         | {"loss": 2 - better * ppsbn + rng.normal(0, 1e-3), "perplexity": 8 - better * ppsbn + rng.normal(0, 1e-3)}
-        | {"bleu": 30 + better * ppsbn + rng.normal(0, 1e-3)}
+        | {"bleu": 30 + better * ppsbn + rng.normal(0, 1e-3), "train_loss": 2 - better * ppsbn + rng.normal(0, 1e-3)}
         for seed in range(seeds)
         for ppsbn in (True, False)
     ]
-    return experiments.figure4({"runs": runs})
+    return {"runs": runs, "settings": {"preset": "small", "width": 128, "epochs": 8}} | ORIGIN
 
 
 ORIGIN = {"code": {"commit": "0123456789"}, "environment": {"device_name": "Test CPU", "threads": 1}}
@@ -207,7 +207,10 @@ def figure3_of(id: str, **law: Callable[[int, int, np.random.Generator], float])
 
 
 def figure4_of(metric: str) -> Cases:
-    return {YES: lambda: named(report4(0.1), f"F4 {metric}"), NO: lambda: named(report4(-0.1), f"F4 {metric}")}
+    return {
+        verdict: lambda better=better: named(experiments.figure4(report4(better)), f"F4 {metric}")
+        for verdict, better in ((YES, 0.1), (NO, -0.1))
+    }
 
 
 def memory_of(task: str) -> Cases:
@@ -286,7 +289,7 @@ CASES: dict[str, Cases] = {
     "F3 faster everywhere": figure3_of("F3 faster everywhere", seconds=lambda n, D, rng: 1e-7 * n * D),
     "F3 gain grows with n": figure3_of("F3 gain grows with n", seconds=lambda n, D, rng: n**2.5),
     "F3 gain falls with D": figure3_of("F3 gain falls with D", seconds=lambda n, D, rng: 1 / D),
-    **{f"F4 {metric}": figure4_of(metric) for metric in ("loss", "perplexity", "bleu")},
+    **{f"F4 {metric}": figure4_of(metric) for metric in ("loss", "training loss", "perplexity", "BLEU")},
     "TAB kernels suit tasks": {
         YES: lambda: experiments.kernels_differ(
             {task: of | {"macformer_inv": of["macformer_inv"] + 10} for task, of in PAPER["accuracy"].items()},
@@ -366,7 +369,28 @@ def test_one_repeat_is_too_few_for_figure_3() -> None:
 
 
 def test_one_seed_is_too_few_for_figure_4() -> None:
-    assert {finding.verdict for finding in report4(0.1, seeds=1)} == {"cannot be checked here"}
+    assert {finding.verdict for finding in experiments.figure4(report4(0.1, seeds=1))} == {"cannot be checked here"}
+
+
+@pytest.mark.parametrize(
+    ("better", "seeds", "says"),
+    [
+        (0.1, 4, " holds here (4 seeds, paired; preset small: width 128, 8 epochs; "),
+        (-0.1, 4, " does not hold here, not in loss, training loss, perplexity, BLEU (4 seeds"),
+        (1e-5, 4, " cannot be decided here: the intervals allow both (4 seeds"),
+        (0.1, 1, " cannot be judged: it takes two seeds or more of both arms."),
+    ],
+)
+def test_the_sentence_under_figure_4(better: float, seeds: int, says: str) -> None:
+    sentence = experiments.sentence4(report4(better, seeds))
+    assert says in sentence
+    if seeds > 1:
+        pattern = (
+            r"99\.9%, by Student's t\): loss (\S+) with and (\S+) without, (?:better|worse) by (\S+) \(\S+ to \S+\); "
+        )
+        told = re.search(pattern, sentence)
+        assert [float(figure) for figure in told.groups()] == pytest.approx([2 - better, 2, abs(better)], abs=3e-3)
+        assert ("worse" in sentence) == (better < 0.05)
 
 
 def test_what_is_not_there_cannot_be_checked() -> None:
@@ -552,7 +576,7 @@ def test_groups_on_the_screen_alone(capsys: pytest.CaptureFixture[str]) -> None:
     claims.main(["K", "F4"])
     shown = capsys.readouterr().out
     assert "K five different kernels: not reproduced" in shown
-    assert "F4 bleu: " in shown
+    assert "F4 BLEU: " in shown
     assert "T1" not in shown
     assert (ROOT / "results" / "claims.json").read_bytes() == before
 

@@ -1,7 +1,7 @@
 """The paper's experiments, judged from files that other commands write: no torch, nothing is measured here.
 
     figure 3   results/figures/rmfa.json, by `make figure-rmfa`
-    figure 4   results/figures/ppsbn.json, which nothing writes yet
+    figure 4   results/figures/ppsbn.json, by `make figure-ppsbn`
     table 2    results/runs, by train.py; results/bench/models.json, by `make bench`; the paper's own numbers
 
 Where a file is not there the claim cannot be checked, and the row says so.
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from macformer.claims.finding import Finding, Interval, Verdict, all_of, falls, rises, slopes, student, worst
+from macformer.claims.finding import LEVEL as CERTAIN
+from macformer.claims.finding import Finding, Interval, Verdict, all_of, falls, rises, slopes, student, turned, worst
 from macformer.report.cells import BASELINE, MODELS, PAPER, TASKS, Table
 from macformer.report.statistics import LEVEL, TWINS
 
@@ -169,7 +170,7 @@ def _whole(lengths: Sequence[int], features: Sequence[int]) -> bool:
 def _origin(report: dict[str, Any]) -> str:
     """On what, and with what code."""
     environment, commit = report["environment"], report["code"]["commit"]
-    return f"{environment['device_name']}, {environment['threads']} thread, commit {commit[:7]}"
+    return f"{environment['device_name']}, {environment['threads']} thread, commit {str(commit)[:7]}"
 
 
 def _spread(intervals: Sequence[Interval], of: str) -> str:
@@ -185,37 +186,66 @@ def _figures(at: Sequence[int], intervals: Sequence[Interval]) -> dict[str, list
     return {str(x): [i.value, i.low, i.high] for x, i in zip(at, intervals, strict=True)}
 
 
+METRICS4 = {  # of a run in results/figures/ppsbn.json -> name, whether less of it is better, claim
+    "loss": ("loss", True, "lower loss (here: of the test split)"),
+    "train_loss": ("training loss", True, "lower loss (here: of training, in the last epoch)"),
+    "perplexity": ("perplexity", True, "perplexity that is slightly lower (here: lower)"),
+    "bleu": ("BLEU", False, "higher BLEU"),
+}
+
+
 def figure4(report: dict[str, Any] | None) -> list[Finding]:
-    """`report["runs"]`: a run has `ppsbn` (true or false), `seed`, and its last `loss`, `perplexity` and `bleu`."""
-    found, where, command = [], 'Figure 4, "Toy Experiment for ppSBN"', "python -m scripts.claims F4"
-    for metric, better in (("loss", -1), ("perplexity", -1), ("bleu", 1)):
-        id, claim = (
-            f"F4 {metric}",
-            f"with ppSBN a Transformer reaches a {'lower' if better < 0 else 'higher'} {metric} on Multi30K",
-        )
-        by_arm: dict[bool, dict[int, float]] = {True: {}, False: {}}
-        for run in report["runs"] if report else []:
-            by_arm[run["ppsbn"]][run["seed"]] = run[metric]
-        seeds = sorted(by_arm[True].keys() & by_arm[False].keys())
-        if len(seeds) < 2:
+    """`report` as in results/figures/ppsbn.json.
+
+    The paper has a notable gain in loss and a slight one in perplexity. Of one split these are the same thing, so that
+    its loss may be that of training: both are judged.
+    """
+    found, where, command = [], 'Figure 4, "Toy Experiment for ppSBN"', "make figure-ppsbn claims"
+    for metric, (name, less, claim) in METRICS4.items():
+        id, claim = f"F4 {name}", f"with ppSBN a Transformer reaches a {claim} on Multi30K"
+        pairs = _pairs4(report, metric)
+        if report is None or len(pairs) < 2:
             lacks = "results/figures/ppsbn.json, runs with and without ppSBN of two seeds or more, is not there"
             found.append(missing(id, where, claim, lacks, command))
             continue
-        gain = student([better * (by_arm[True][seed] - by_arm[False][seed]) for seed in seeds], comparisons=3)
-        measured = f"better by {gain:.3g} ({len(seeds)} seeds, paired)"
+        gain = student([without - having if less else having - without for having, without in pairs], len(METRICS4))
+        having, without = np.mean(pairs, 0)
+        change = f"better by {gain:.3g}" if gain.value > 0 else f"worse by {turned(gain):.3g}"
+        measured = f"{having:.4g} with and {without:.4g} without, {change}"
         verdict = all_of([gain], rises, falls)
-        found.append(
-            Finding(
-                id,
-                where,
-                claim,
-                measured,
-                verdict,
-                command,
-                {"gain": [gain.value, gain.low, gain.high]},
-            )
-        )
+        figures = {"gain": [gain.value, gain.low, gain.high], "pairs": pairs}
+        found.append(Finding(id, where, claim, f"{measured}; {_setting4(report)}", verdict, command, figures))
     return found
+
+
+def _pairs4(report: dict[str, Any] | None, metric: str) -> list[tuple[float, float]]:
+    """With and without ppSBN, for each seed that has both."""
+    by_arm: dict[bool, dict[int, float]] = {True: {}, False: {}}
+    for run in report["runs"] if report else []:
+        by_arm[run["ppsbn"]][run["seed"]] = run[metric]
+    seeds = sorted(by_arm[True].keys() & by_arm[False].keys())
+    return [(by_arm[True][seed], by_arm[False][seed]) for seed in seeds]
+
+
+def _setting4(report: dict[str, Any]) -> str:
+    own, seeds = report["settings"], f"{len(_pairs4(report, 'bleu'))} seeds, paired"
+    return f"{seeds}; preset {own['preset']}: width {own['width']}, {own['epochs']} epochs; {_origin(report)}"
+
+
+def sentence4(report: dict[str, Any]) -> str:
+    """Whether the paper's claim holds, with its statistics."""
+    found = figure4(report)
+    claim = "The paper's claim, that ppSBN gives a better loss and BLEU and a slightly better perplexity,"
+    if not found[0].figures:
+        return f"{claim} cannot be judged: it takes two seeds or more of both arms."
+    against = [finding.id.removeprefix("F4 ") for finding in found if finding.verdict == "not reproduced"]
+    holds = {
+        "reproduced": "holds here",
+        "not reproduced": f"does not hold here, not in {', '.join(against)}",
+    }.get(worst([finding.verdict for finding in found]), "cannot be decided here: the intervals allow both")
+    told = (f"{finding.id.removeprefix('F4 ')} {finding.measured.partition(';')[0]}" for finding in found)
+    sure = f"intervals that hold together with {100 * (1 - CERTAIN):g}%, by Student's t"
+    return f"{claim} {holds} ({_setting4(report)}; {sure}): {'; '.join(told)}."
 
 
 def table2(table: Table, bench: dict[str, Any] | None) -> list[Finding]:

@@ -107,6 +107,11 @@ def rises(interval: Interval) -> bool:
     return interval.low > 0
 
 
+def turned(interval: Interval) -> Interval:
+    """A loss for a gain."""
+    return Interval(-interval.value, -interval.high, -interval.low)
+
+
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     """Of a claim that is made of all these."""
     order: list[Verdict] = ["not reproduced", "inconclusive", "cannot be checked here", "reproduced with a correction"]
