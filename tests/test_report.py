@@ -26,6 +26,7 @@ from macformer.report import cells, figures, page
 from scripts import report
 from scripts.bench_table import made_up
 from tests.conftest import ROOT
+from tests.unit.test_table import committed
 
 SCRIPT = "<script>alert(1)</script>"
 # Rows that are better, worse, and no better than a floor.
@@ -298,10 +299,7 @@ def test_the_report_needs_no_torch() -> None:
 
 def test_the_committed_page_is_the_one_that_the_records_give() -> None:
     """Without its figures: their bytes depend on the fonts and the matplotlib of the machine that drew them."""
-    listed = subprocess.run(["git", "ls-files", "results/runs"], capture_output=True, text=True, cwd=ROOT)
-    if listed.returncode:
-        pytest.skip("not a git checkout: cannot tell the committed records from yours")
-    found = [records.read(ROOT / name) for name in listed.stdout.split()]
+    found = committed()
     race = cells.bench()
     tables = cells.tables(found, cells.floors(), race)
     drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
