@@ -27,6 +27,11 @@ ROOTS = {  # configuration -> the groups in it
 }
 
 
+def test_the_help_of_the_translator_names_every_attention() -> None:
+    told = (ROOT / "configs" / "translate.yaml").read_text().partition("template:")[2]
+    assert set(GROUPS["attention"]) <= set(re.findall(r"\w+", told))
+
+
 def test_every_group_is_in_a_configuration() -> None:
     assert {group for groups in ROOTS.values() for group in groups} == GROUPS.keys()
 
