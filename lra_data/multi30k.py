@@ -158,7 +158,7 @@ def load(folder: str, vocabulary: int, examples: Caps, origin: str | None = None
     """
     if vocabulary < SMALLEST:
         raise DataError(f"task.data.vocabulary={vocabulary} is too small: at least {SMALLEST}, one id a byte")
-    texts = _read_hub() if origin in ("hub", HUB) else _read_files(Path(origin or Path(folder) / "multi30k"), origin)
+    texts = _read_hub() if origin in ("hub", HUB) else _read_files(Path(origin or Path(folder) / "multi30k"))
     whole = _digest(texts)
     limits: dict[str, Any] = {**examples}
     texts = {split: (texts[split][0][: limits[split]], texts[split][1][: limits[split]]) for split in base.SPLITS}
@@ -258,7 +258,7 @@ def _digest(texts: Texts) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _read_files(folder: Path, origin: str | None) -> Texts:
+def _read_files(folder: Path) -> Texts:
     def missing(file: Path) -> NoReturn:
         raise DataError(
             f"Multi30K needs the file {file} (or {file.name}.gz), which is not there: put the raw files of Multi30K's "
