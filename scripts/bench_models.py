@@ -17,9 +17,10 @@ the first is not counted.
     identity          our model without ppSBN, the identity for attention: likewise
     identity, ppSBN   the same with pre-SBN of q and k and post-SBN of the values
 
-Memory is the peak of forward and backward of one model on the longest batch, measured as the trainer does. A model that
-would not fit is left out. On the CPU kept memory is split up, so that up to SPREAD times what lives is resident: a step
-for which that is too much gives its large blocks back at once, and pays for it in page faults. Both are said.
+Memory is the peak of forward and backward of one model on the longest batch, measured as the trainer does, or foretold
+from one and two examples where the batch would not fit. On the CPU kept memory is split up, so that up to SPREAD times
+what lives is resident: a step for which that is too much takes half of the batch, or a quarter and so on, and its time
+is scaled to the whole. A model of which not even one example would fit is left out. All of it is said.
 """
 
 import argparse
@@ -69,7 +70,7 @@ SETTINGS = {  # the one that can lack its data comes first
     "retrieval-full": MODELS,
 }
 TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
-ROOM = 0.8  # share of the free memory that a step may need: holes and torch itself take some
+ROOM = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
 SPREAD = 3  # resident bytes to live ones, at most (docs/log.md)
 Batch = tuple[Tensor, Tensor]
 Raced = tuple[dict[str, Any], list[str]]  # what was measured; a sentence for each model that is left out or slowed
@@ -210,13 +211,19 @@ def foretold(of: Callable[[int], int], examples: int) -> int:
 
 
 def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> int:
-    """Peak bytes of a pass over the batch, no other model alive; MemoryError if it would not fit."""
+    """Peak bytes of a pass over the batch, no other model alive; foretold if it would not fit."""
     trained = model(name, spec).to(device).train()
     of, examples = peaks_of(trained, adamw(name, trained), batch), len(batch[0])
     need, free = foretold(of, examples), devices.free_bytes(device)
-    if free is not None and need > ROOM * free:
-        raise MemoryError(f"a step would need {mebibytes(need)}, and {mebibytes(free)} are free")
-    return of(examples)
+    return need if free is not None and need > ROOM * free else of(examples)
+
+
+def part_of(examples: int, need: float, room: float) -> int:
+    """How many of the examples a step may take for `need`, that of all of them, to fit: all, half, a quarter ..."""
+    part = examples
+    while part > 1 and need * part / examples > room:
+        part //= 2
+    return part
 
 
 def race(
@@ -231,22 +238,31 @@ def race(
     """Seconds and FLOP of each model and the matmul rate in each round, peak bytes on the longest batch; who is out."""
     devices.keep_freed(False)
     free = devices.free_bytes(device)
-    room = math.inf if free is None else free / SPREAD  # for a step that keeps its memory
+    room = math.inf if free is None else free / SPREAD  # for a step, as its freed memory is kept
+    examples = len(longest[0])
+    or_more = " or more, by the length" * setting.endswith("real")
     peaks: dict[str, int] = {}
     left_out = []
     for name in names:
         print(f"{setting}: memory of {name}", file=sys.stderr)
         try:
-            peaks[name] = peak(name, spec, longest, device)
+            need = peak(name, spec, longest, device)
+            if need / examples > room:
+                raise MemoryError(
+                    f"a step on one of {examples} examples would need {mebibytes(need // examples)}, and there is room "
+                    f"for {mebibytes(int(room))}"
+                )
+            peaks[name] = need
         except (RuntimeError, MemoryError) as error:
             if not devices.is_out_of_memory(error):
                 raise
             left_out.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
     left_out += [
-        f"{setting}: a step of {name} that needs more than {mebibytes(int(room))} keeps no freed memory and pays "
-        f"for it in page faults (the longest needs {mebibytes(peaks[name])})."
-        for name in peaks
-        if peaks[name] > room
+        f"{setting}: a step of {name} on {examples} examples needs {mebibytes(need)}, and there is room for "
+        f"{mebibytes(int(room))}: it took {part_of(examples, need, room)} of them{or_more}, "
+        "and its time is scaled to all."
+        for name, need in peaks.items()
+        if need > room
     ]
     devices.keep_freed(True)
     trained = {name: model(name, spec).to(device).train() for name in peaks}
@@ -263,18 +279,12 @@ def race(
         ids, labels = next(batches)
         share = (ids.shape[-1] / longest[0].shape[-1]) ** 2  # what is large is the n x n weights
         for name in order.sample(list(peaks), len(peaks)):
-            large = share * peaks[name] > room
-            if large and not number:
-                continue  # it keeps nothing that would be warm
-            if large:
-                devices.keep_freed(False)
+            part = part_of(examples, share * peaks[name], room)
             begin = devices.now(device)
-            step(trained[name], optimizers[name], ids, labels)
+            step(trained[name], optimizers[name], ids[:part], labels[:part])
             if number:
-                seconds[name].append(devices.now(device) - begin)
+                seconds[name].append((devices.now(device) - begin) * examples / part)
                 flops[name].append(flop(name, trained[name], ids))
-            if large:
-                devices.keep_freed(True)
         begin = devices.now(device)
         for _ in range(4):
             square @ square
