@@ -69,10 +69,14 @@ def main() -> None:
         sys.exit(130)
 
 
+def composed(name: str, overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", [f"task={name}", *overrides])
+
+
 def load(name: str, overrides: list[str]) -> tuple[DictConfig, Task]:
     """The data that `python train.py task=NAME ...` would use, made first if need be."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose("train", [f"task={name}", *overrides])
+    config = composed(name, overrides)
     try:
         make = instantiate(config.task.data, _convert_="all")
         return config, make(folder=config.paths.data, origin=config.paths.get(name))
@@ -129,8 +133,10 @@ def doctor(words: list[str]) -> None:
                 measured = floors.measure(name, task)
                 print(_floors(task, measured))
                 file = Path(config.paths.results) / "floors.json"
+                usual = composed(name, [f"protocol={config.protocol.name}"])
+                whole = config.task.data == usual.task.data
                 with FileLock(Path(config.paths.data) / ".floors.lock"):
-                    _keep(file, name, config.protocol.name, task, measured)
+                    _keep(file, name, config.protocol.name, whole, task, measured)
                 print(f"  written to {file}\n")
     sys.exit(0 if ready else 1)
 
@@ -159,12 +165,16 @@ def _floors(task: Task, measured: dict[str, float]) -> str:
     return f"  floors on dev ({count:,} examples, standard error {error:.1f}): {scores}"
 
 
-def _keep(file: Path, name: str, protocol: str, task: Task, measured: dict[str, float]) -> None:
-    """Put the floors into the file; those of other data stay, unless another data version made them."""
-    entry = {
+def _keep(file: Path, name: str, protocol: str, whole: bool, task: Task, measured: dict[str, float]) -> None:
+    """Put the floors into the file; those of other data stay, unless another data version made them.
+
+    `whole`: the data are as the YAML of the task and the protocol have them, not shortened.
+    """
+    entry: dict[str, Any] = {
         "data_version": DATA_VERSION,
         "task": name,
         "protocol": protocol,
+        "whole": whole,
         "source": task.source,
         "fingerprint": task.fingerprint,
         "train_examples": len(task.splits["train"]),
@@ -173,6 +183,8 @@ def _keep(file: Path, name: str, protocol: str, task: Task, measured: dict[str, 
     }
     try:
         known: list[dict[str, Any]] = json.loads(file.read_text())["floors"] if file.exists() else []
+        same = [old for old in known if old["fingerprint"] == task.fingerprint]
+        entry["whole"] |= any(old.get("whole", False) for old in same)  # the setting cut nothing off
         kept = [old for old in known if old["fingerprint"] != task.fingerprint and old["data_version"] == DATA_VERSION]
         ordered = sorted([*kept, entry], key=lambda floor: (floor["task"], floor["protocol"], floor["fingerprint"]))
     except (ValueError, KeyError, TypeError):

@@ -56,6 +56,23 @@ def test_bag_of_bytes_learns_from_shares_of_bytes_alone(tmp_path: Path) -> None:
     assert scored > 0.8
 
 
+def test_bag_of_bytes_of_a_pair_learns_whether_the_two_are_alike(tmp_path: Path) -> None:
+    """Texts with many a and texts with few: alike in a pair of label 1. All have the same set of bytes."""
+    rng = np.random.default_rng(0)
+
+    def text(many: int) -> bytes:
+        letters = rng.choice(list(b"abcd"), rng.integers(40, 60), p=[0.7, 0.1, 0.1, 0.1] if many else [0.25] * 4)
+        return letters.astype(np.uint8).tobytes()
+
+    def pair(label: int) -> base.Example:
+        first = int(rng.integers(2))
+        return (text(first), text(first if label else 1 - first)), label
+
+    measured = floors.measure("retrieval", task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)])))
+    assert measured["bag of bytes"] > 0.95
+    assert measured["byte-set overlap"] < 0.65  # of 400: chance and 6 standard errors
+
+
 def test_byte_overlap_sees_what_two_texts_share(tmp_path: Path) -> None:
     """Relative to what stands in either: 2 of 2 bytes are more than 4 of 8."""
     examples = [((b"ab", b"bba"), 1), ((b"abcdef", b"abcdxy"), 0)] * 20
@@ -98,6 +115,7 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
     clean, paper = json.loads((tmp_path / "floors.json").read_text())["floors"]
     assert (clean["task"], clean["protocol"], clean["source"]) == ("listops", "clean", "generated")
     assert (paper["protocol"], paper["train_examples"], paper["dev_examples"]) == ("paper", 8000, 2000)
+    assert (clean["whole"], paper["whole"]) == (False, False)
     for entry, digits in ((clean, 0.47), (paper, 0.39)):
         accuracy = entry["dev_accuracy"]
         assert accuracy["majority"] == pytest.approx(0.168, abs=0.034)
@@ -113,6 +131,15 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
     # Once more, for one protocol: the other's floors stay.
     assert lra_data("doctor", "listops", "protocol=clean", *small).returncode == 0
     assert len(json.loads((tmp_path / "floors.json").read_text())["floors"]) == 2
+
+
+def test_the_doctor_tells_whole_data_from_shortened_ones(sources: Path, tmp_path: Path) -> None:
+    paths = [f"paths.data={sources}", f"paths.results={tmp_path}"]
+    cut = "task.data.max_length=20"
+    for words in ([], [cut], ["task.data.length=8192"]):  # the last cuts nothing off
+        assert lra_data("doctor", "retrieval", *words, *paths).returncode == 0
+    floors = json.loads((tmp_path / "floors.json").read_text())["floors"]
+    assert sorted(floor["whole"] for floor in floors) == [False, True]
 
 
 def test_the_doctor_names_what_is_missing_and_goes_on(tmp_path: Path) -> None:
