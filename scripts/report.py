@@ -21,7 +21,7 @@ def main() -> None:
         sys.exit(f"error: {folder} is not there: give the folder that has runs/ in it")
     found, problems = cells.load(folder)
     bench = cells.bench()
-    tables = cells.tables(found, cells.floors(), bench)
+    tables = cells.tables(found, cells.floors(), bench, papers=folder.resolve() == cells.ROOT / "results")
     drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
     lengths = figures.over_length(bench) if bench else None
     every = [figure for each in drawn for figure in each] + ([lengths] if lengths else [])

@@ -38,7 +38,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def floors() -> list[dict[str, Any]]:
-    shared = {"protocol": "paper", "source": "generated", "fingerprint": "f", "train_examples": 9, "dev_examples": 2000}
+    shared = {"protocol": "paper", "whole": True, "source": "generated", "fingerprint": "f"}
+    shared |= {"train_examples": 9, "dev_examples": 2000}
     return [shared | {"task": task, "dev_accuracy": FLOORS} for task in ("listops", "text")]
 
 
@@ -168,7 +169,7 @@ def test_every_task_is_a_table_with_its_marks_and_floors(results: Path) -> None:
     assert re.search(r"<td><em>37\.\d\d ± 0\.\d\d \(n=3\)</em></td>", found)
     assert re.search(r'<td class="dagger"><em>31\.\d\d ± 0\.\d\d \(n=3\)</em> †</td>', found)
     assert "retrieval on STAND-IN data" in found
-    assert "trainer steps = 1000 (paper: 10000)" in found
+    assert "trainer steps = 2000 (paper: 10000)" in found
 
 
 def test_every_record_is_listed_and_every_link_leads_somewhere(results: Path) -> None:
@@ -301,7 +302,7 @@ def test_the_committed_page_is_the_one_that_the_records_give() -> None:
     """Without its figures: their bytes depend on the fonts and the matplotlib of the machine that drew them."""
     found = committed()
     race = cells.bench()
-    tables = cells.tables(found, cells.floors(), race)
+    tables = cells.tables(found, cells.floors(), race, papers=True)
     drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
     text = page.render(tables, drawn, figures.over_length(race), found, [])
 

@@ -149,10 +149,14 @@ def bench() -> dict[str, Any] | None:
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def tables(found: Iterable[Record], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> list[Table]:
-    """The paper's protocol first. One table for each set of shared conditions, and for each setting of a task.
+def tables(
+    found: Iterable[Record], floors: list[dict[str, Any]], bench: dict[str, Any] | None, papers: bool = False
+) -> list[Table]:
+    """The paper's protocol first: empty if nobody ran it and there are no other runs, or `papers` asks for it.
 
-    `floors` as in results/floors.json, `bench` as in results/bench/models.json. Failed runs have no cell.
+    One table for each set of shared conditions, in which tasks as the paper has them stand side by side. So do changed
+    ones: the first setting of each, then the second, and so on. Failed runs have no cell.
+    `floors` as in results/floors.json, `bench` as in results/bench/models.json.
     """
     groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in sorted(found, key=lambda record: record.run_id):
@@ -161,16 +165,16 @@ def tables(found: Iterable[Record], floors: list[dict[str, Any]], bench: dict[st
             groups[run.shared, run.machine][record.task][run.own, record.data.fingerprint].append(run)
     made = []
     for _, by_task in sorted(groups.items(), key=lambda group: group[0]):
-        together: dict[str, list[Run]] = {}  # tasks as the paper has them stand side by side
-        apart = []
-        for task, settings in sorted(by_task.items()):
-            for (own, _), runs in sorted(settings.items(), key=lambda item: item[0]):
-                if own or task in together:
-                    apart.append({task: runs})
-                else:
-                    together[task] = runs
-        made += [_table(columns, floors, bench) for columns in ([together] if together else []) + apart]
-    return made or [_table({}, floors, bench)]
+        side_by_side: dict[Any, dict[str, list[Run]]] = defaultdict(dict)
+        for task, settings in by_task.items():
+            ordered = [(bool(own), runs) for (own, _), runs in sorted(settings.items(), key=lambda item: item[0])]
+            for changed in (False, True):
+                for place, runs in enumerate(runs for own, runs in ordered if own == changed):
+                    side_by_side[changed, place][task] = runs
+        made += [_table(columns, floors, bench) for _, columns in sorted(side_by_side.items())]
+    if not made or (papers and made[0].conditions):
+        made.insert(0, _table({}, floors, bench))
+    return made
 
 
 @dataclass
@@ -261,8 +265,11 @@ def _place(record: Record) -> Run:
 
 def _table(columns: dict[str, list[Run]], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> Table:
     runs = [run for column in columns.values() for run in column]
-    conditions = list(dict.fromkeys(c for run in runs for c in (*run.own, *run.shared)))
-    tasks = list(columns) if conditions else [*TASKS, *(task for task in columns if task not in TASKS)]
+    shared = [condition for run in runs for condition in run.shared]
+    every = [*TASKS, *sorted(columns.keys() - set(TASKS))]
+    own = [condition for task in every for run in columns.get(task, []) for condition in run.own]
+    conditions = list(dict.fromkeys(shared + own))
+    tasks = [task for task in every if task in columns or not conditions]
     made = [_column(task, columns.get(task, []), floors, bench) for task in tasks]
     compared = [cell for column in made for cell in column.cells.values() if cell.versus]
     for cell, p in zip(compared, statistics.holm([c.versus.p for c in compared if c.versus]), strict=True):
@@ -297,8 +304,9 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
         ordered = [by_seed[seed] for seed in sorted(by_seed)]
         cells[row] = Cell(row, ordered[0].model, ordered)
     cells = dict(sorted(cells.items(), key=lambda item: _order(item[1])))
-    paper_floors = [floor for floor in floors if floor["protocol"] == "paper" and floor["source"] != "stand-in"]
-    the_papers, floors_of = _floors(task, paper_floors)
+    the_papers, floors_of = _floors(
+        task, [f for f in floors if f["protocol"] == "paper" and f.get("whole") and f["source"] != "stand-in"]
+    )
     known = the_papers
     if runs:
         data = runs[0].record.data

@@ -61,17 +61,21 @@ class Drawn:
 @mpl.rc_context(STYLE)
 def draw(number: int, table: Table) -> list[Drawn]:
     """All figures of one table; curves only where there are runs."""
-    warning = "" if table.machine else " (no runs yet)"
-    if table.conditions:
-        stand_in = any("STAND-IN" in condition for condition in table.conditions)
-        warning = " (STAND-IN data, NOT the paper's protocol)" if stand_in else " (NOT the paper's protocol)"
+
+    def warning(columns: list[Column]) -> str:
+        if not table.conditions:
+            return "" if table.machine else " (no runs yet)"
+        stand_in = [column.task for column in columns if any(run.data.source == "stand-in" for run in column.runs)]
+        which = f" for {', '.join(stand_in)}" if len(columns) > 1 else ""
+        return f" ({f'STAND-IN data{which}, ' if stand_in else ''}NOT the paper's protocol)"
+
     made = []
     for column in table.columns:
         if column.runs:
-            made.append(_curves(f"table2-{number}-curves-{column.task}", column, warning))
+            made.append(_curves(f"table2-{number}-curves-{column.task}", column, warning([column])))
         if any(cell.paper or cell.time or cell.race for cell in column.cells.values()):
-            made.append(_bars(f"table2-{number}-bars-{column.task}", column, warning))
-    return [*made, _accuracy_over_time(f"table2-{number}-accuracy-time", table, warning)]
+            made.append(_bars(f"table2-{number}-bars-{column.task}", column, warning([column])))
+    return [*made, _accuracy_over_time(f"table2-{number}-accuracy-time", table, warning(table.columns))]
 
 
 @mpl.rc_context(STYLE)

@@ -11,7 +11,6 @@ import pandas as pd
 
 from macformer.progress import duration, mebibytes
 from macformer.record import Record
-from macformer.report import cells
 from macformer.report.cells import BASELINE, Cell, Column, Measure, Race, Table
 from macformer.report.statistics import LEVEL, TWINS, Comparison
 
@@ -29,11 +28,8 @@ LEGEND = (
 )
 
 
-def formats(
-    found: list[Record], problems: list[str], floors: list[dict[str, Any]], bench: dict[str, Any] | None
-) -> dict[str, str]:
+def formats(tables: list[Table], found: list[Record], problems: list[str]) -> dict[str, str]:
     """The text of each file, by its ending."""
-    tables = cells.tables(found, floors, bench)
     return {
         "md": markdown(tables, found, problems),
         "tex": latex(tables),

@@ -9,7 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from macformer import config as configs
 from macformer import record as records
-from macformer.report import table
+from macformer.report import cells, table
 from scripts.bench_table import made_up
 from tests.conftest import ROOT
 
@@ -24,7 +24,7 @@ ACCURACIES = {
 }
 FLOORS = [
     {"task": "listops", "protocol": "paper", "source": "generated", "fingerprint": "f", "train_examples": 96_000}
-    | {"dev_examples": 2000, "dev_accuracy": {"majority": 0.17, "root operator": 0.39}}
+    | {"whole": True, "dev_examples": 2000, "dev_accuracy": {"majority": 0.17, "root operator": 0.39}}
 ]
 BENCH: dict[str, Any] = {
     "left_out": ["listops-full is without macformer_exp: too large.", "text-full is without rfa: too large."],
@@ -75,4 +75,5 @@ def _record(overrides: tuple[str, ...], accuracy: float, **given: Any) -> record
 def golden_tables() -> dict[str, str]:
     """By the file's name."""
     found, problems = fixture_records(), ["runs/broken.json is not a run record of schema 2: Invalid JSON"]
-    return {f"table2.{ending}": text for ending, text in table.formats(found, problems, FLOORS, BENCH).items()}
+    made = table.formats(cells.tables(found, FLOORS, BENCH), found, problems)
+    return {f"table2.{ending}": text for ending, text in made.items()}

@@ -34,6 +34,12 @@ def render(found: list[records.Record], floors: Any = (), bench: Any = None, pro
     return table.markdown(cells.tables(found, list(floors), bench), found, list(problems))
 
 
+def formats(
+    found: list[records.Record], problems: list[str], floors: Any, bench: Any, **papers: bool
+) -> dict[str, str]:
+    return table.formats(cells.tables(found, floors, bench, **papers), found, problems)
+
+
 def row(text: str, name: str, task: str = "listops") -> list[str]:
     """The cells of a row in the first table of a task."""
     (block,) = re.findall(rf"^\| {task} .+\n(?:\|.+\n?)+", text, re.MULTILINE)[:1]
@@ -49,6 +55,27 @@ def test_no_records_is_the_papers_table_with_empty_cells_and_commands() -> None:
     for task in ("text", "listops", "retrieval"):
         assert "`python train.py -m model=transformer,rfa,macformer_exp,macformer_inv,macformer_trigh," in text
         assert f"task={task} seed=0,1,2`" in text
+
+
+def test_the_papers_table_comes_first_if_it_is_asked_for_and_nobody_ran_it(make: Make) -> None:
+    short, full = make("model=rfa", "trainer=cpu"), make("model=rfa")
+    titles = [table.title(each) for each in cells.tables([short], FLOORS, BENCH, papers=True)]
+    assert titles[0] == "Table 2, the paper's protocol: no runs yet"
+    assert "NOT the paper's protocol: " in titles[1]
+    assert [table.title(each) for each in cells.tables([short], FLOORS, BENCH)] == titles[1:]
+    assert len(cells.tables([short, full], FLOORS, BENCH, papers=True)) == 2
+
+
+def test_tasks_that_are_changed_stand_side_by_side_and_not_beside_the_papers(make: Make) -> None:
+    """In the paper's order. A task with two settings has the second in a table of its own."""
+    short = [make("model=rfa", f"task={task}", "task.data.length=64") for task in ("retrieval", "listops", "text")]
+    whole = make("model=rfa", "task=text")
+    shorter = make("model=rfa", "task=text", "task.data.length=32")
+    made = cells.tables([*short, whole, shorter], [], None)
+    shown = [[column.task for column in each.columns if column.runs] for each in made]
+    assert shown == [["text"], ["text", "listops", "retrieval"], ["text"]]
+    assert "retrieval data.length = 64 (paper: 4096)" in table.title(made[1])
+    assert "text data.length = 64 (paper: 4096)" in table.title(made[2])
 
 
 def test_time_and_memory_are_relative_to_the_transformer(make: Make) -> None:
@@ -83,7 +110,7 @@ def test_time_memory_and_accuracy_are_means_over_seeds(make: Make) -> None:
 @pytest.mark.parametrize(
     ("change", "title"),
     [
-        ("trainer=cpu", "trainer steps = 1000 (paper: 10000)"),
+        ("trainer=cpu", "trainer steps = 2000 (paper: 10000)"),
         ("protocol=clean", "protocol pooling = masked (paper: padded)"),
         ("pad=trim", "pad = trim (paper: full)"),
         ("trainer.batch_size=16", "trainer batch_size = 16"),
@@ -99,7 +126,10 @@ def test_other_conditions_make_another_table_whose_title_says_so(make: Make, cha
     heading = other.partition("**")[0].replace("\n", " ")
     assert "NOT the paper's protocol: " in heading
     assert title in heading
-    assert heading.count("paper:") <= 4  # each change once, where it comes from
+    changed = [each.partition(" = ")[0].split()[-1] for each in heading.partition("protocol: ")[2].split("; ")]
+    assert len(changed) == len(
+        set(changed)
+    )  # each change once, where it comes from: not as the trainer's and the task's
     assert "not the paper's.** The full one" in other
     assert row(other, "rfa")[ACCURACY] == "90.00 (n=1)"
 
@@ -322,6 +352,13 @@ def test_floors_of_other_data_do_not_count_but_the_majority_does(make: Make) -> 
     assert "floor: root operator" not in text
 
 
+def test_floors_of_shortened_data_do_not_count_for_the_papers_values(make: Make) -> None:
+    """Whatever the number of their examples."""
+    short = FLOORS[0] | {"whole": False, "fingerprint": "g", "train_examples": 10**6, "dev_accuracy": {"majority": 0.9}}
+    assert row(render([make("model=rfa", accuracy=0.42)], [*FLOORS, short]), "rfa")[PAPER] == "37.15 † (+4.85)"
+    assert "†" not in row(render([make("model=rfa", accuracy=0.42)], [short]), "rfa")[PAPER]
+
+
 def test_raced_figures_stand_beside_those_of_the_runs(make: Make) -> None:
     text = render([make("model=transformer"), make("model=rfa", seconds=5.0)], bench=BENCH)
     assert row(text, "rfa")[:6] == [
@@ -418,7 +455,7 @@ def test_bad_files_are_named_and_left_out_and_the_rest_comes(make: Make, tmp_pat
 
 def test_the_order_of_the_records_does_not_matter(make: Make) -> None:
     runs = [make("model=rfa"), make("model=transformer"), make("model=rfa", "trainer=cpu"), make("seed=1")]
-    assert table.formats(runs, [], FLOORS, BENCH) == table.formats(runs[::-1], [], FLOORS, BENCH)
+    assert formats(runs, [], FLOORS, BENCH) == formats(runs[::-1], [], FLOORS, BENCH)
 
 
 def test_a_thousand_records(make: Make) -> None:
@@ -432,7 +469,7 @@ def test_a_thousand_records(make: Make) -> None:
 
 
 def test_the_csv_has_every_cell_and_floor(make: Make) -> None:
-    text = table.formats([make("model=transformer"), make("model=rfa", accuracy=0.5)], [], FLOORS, BENCH)["csv"]
+    text = formats([make("model=transformer"), make("model=rfa", accuracy=0.5)], [], FLOORS, BENCH)["csv"]
     lines = csv.DictReader(text.splitlines())
     found = {line["row"]: line for line in lines if line["task"] == "listops"}
     assert found["rfa"]["accuracy"] == "0.5"
@@ -443,14 +480,14 @@ def test_the_csv_has_every_cell_and_floor(make: Make) -> None:
 
 def test_the_json_has_the_ids_of_the_runs(make: Make) -> None:
     run = make("model=rfa")
-    tree = json.loads(table.formats([run], ["a problem"], FLOORS, BENCH)["json"])
+    tree = json.loads(formats([run], ["a problem"], FLOORS, BENCH)["json"])
     (listops,) = (column for column in tree["tables"][0]["columns"] if column["task"] == "listops")
     assert listops["cells"]["rfa"]["runs"] == [run.run_id]
     assert tree["left_out"] == ["a problem"]
 
 
 def test_tex_has_its_special_characters_escaped(make: Make) -> None:
-    text = table.formats([make("model=rfa", "model.attention.features=64")], [], FLOORS, None)["tex"]
+    text = formats([make("model=rfa", "model.attention.features=64")], [], FLOORS, None)["tex"]
     assert r"macformer\_exp & - & 1.057 & - & 2.564 & - & - & 38.36 \dag{} & -" in text
     assert r"rfa (attention.features=64) & - & - & - & - & 37.00 (n=1) \dag{} & 34.91 to 39.14" in text
     assert text.count(r"\begin{") == text.count(r"\end{") == 2
@@ -461,7 +498,7 @@ def test_tex_has_its_special_characters_escaped(make: Make) -> None:
 
 def test_the_table_needs_no_torch() -> None:
     code = (
-        "import sys; from macformer.report import table; table.formats([], [], [], None); "
+        "import sys; from macformer.report import cells, table; table.formats(cells.tables([], [], None), [], []); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -478,7 +515,7 @@ def committed() -> list[records.Record]:
 
 @pytest.mark.parametrize("ending", ["md", "tex", "csv", "json"])
 def test_the_committed_tables_are_those_that_the_records_give(ending: str) -> None:
-    text = table.formats(committed(), [], cells.floors(), cells.bench())[ending]
+    text = formats(committed(), [], cells.floors(), cells.bench(), papers=True)[ending]
     file = ROOT / "results" / "tables" / f"table2.{ending}"
     assert file.read_text() == text, "run `make table` and commit what it writes"
 
