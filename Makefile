@@ -26,9 +26,10 @@ quickstart: setup ## train three models on generated ListOps on the CPU and prin
 	$(BIN)/python train.py -m experiment=quickstart model=transformer,rfa,macformer_exp
 	@$(BIN)/python scripts/table.py outputs/quickstart
 
-reproduce: setup ## run what is missing of Table 2, then the table (weeks on a CPU; narrow it: TASKS= MODELS= SEEDS= PROTOCOL= TRAINER= SWEEP=)
+reproduce: setup ## run what is missing of Table 2, then the table (weeks on a CPU; narrow it: TASKS= MODELS= SEEDS= PROTOCOL= TRAINER= SWEEP=; data elsewhere: IMDB= PAIRS=)
 	$(BIN)/python train.py experiment=table2 $(if $(TASKS),task=$(TASKS)) $(if $(MODELS),model=$(MODELS)) $(if $(SEEDS),seed=$(SEEDS)) \
-		$(if $(PROTOCOL),protocol=$(PROTOCOL)) $(if $(TRAINER),trainer=$(TRAINER)) $(if $(SWEEP),sweep=$(SWEEP)); \
+		$(if $(PROTOCOL),protocol=$(PROTOCOL)) $(if $(TRAINER),trainer=$(TRAINER)) $(if $(SWEEP),sweep=$(SWEEP)) \
+		$(if $(IMDB),paths.text=$(IMDB)) $(if $(PAIRS),paths.retrieval=$(PAIRS)); \
 	code=$$?; $(BIN)/python scripts/table.py results; exit $$code
 
 test: lint ## lint, then the tests that take minutes at most

@@ -268,6 +268,7 @@ def test_a_job_of_a_cluster_that_must_make_room_is_queued_again_and_goes_on(tmp_
             ["TASKS=listops,text", "MODELS=rfa", "SEEDS=0,1", "PROTOCOL=clean", "TRAINER=cpu", "SWEEP=joblib"],
             "train.py experiment=table2 task=listops,text model=rfa seed=0,1 protocol=clean trainer=cpu sweep=joblib",
         ),
+        (["IMDB=a.tar.gz", "PAIRS=b"], "train.py experiment=table2 paths.text=a.tar.gz paths.retrieval=b"),
     ],
 )
 def test_make_reproduce_is_the_sweep_and_the_table(settings: list[str], command: str) -> None:

@@ -22,8 +22,8 @@ GROUPS = {
 
 
 ROOTS = {  # configuration -> the groups in it
-    root: [group for group in GROUPS if re.search(rf"^  - {group}:", (ROOT / f"configs/{root}.yaml").read_text(), re.M)]
-    for root in ("train", "translate")
+    root: [group for group in GROUPS if re.search(rf"^  - (optional )?{group}:", text, re.M)]
+    for root, text in ((root, (ROOT / f"configs/{root}.yaml").read_text()) for root in ("train", "translate"))
 }
 
 
