@@ -12,6 +12,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from macformer import device as devices
 from macformer import record as records
 from macformer.cell import Cell
 from macformer.loop import OutOfMemory
-from macformer.progress import duration, mebibytes
+from macformer.progress import Screen, duration, mebibytes
 
 HERE = ("basic", "joblib")  # launchers whose jobs run on this machine
 PATIENCE = 5.0  # seconds of steps for the forecast of a cell
@@ -211,7 +212,7 @@ def tell(cells: list[tuple[Cell, Any]], problems: Counter[str], runs_at_once: in
         print(f"  {times} will fail: {problem}")
     costs: dict[str, Cost] = {}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    left, unknown = 0.0, 0
+    left, unknown, screen = 0.0, 0, Screen()
     for cell, task in cells:
         file, checkpoint = cell.places(task.fingerprint)
         row = rows.setdefault(
@@ -226,6 +227,8 @@ def tell(cells: list[tuple[Cell, Any]], problems: Counter[str], runs_at_once: in
         row["go on" if saved else "begin"] += 1
         kind = json.dumps(records.decisive(cell.resolved) | {"seed": None, "data": task.fingerprint}, sort_keys=True)
         if kind not in costs:
+            told = f"  timing a few steps of {cell.config.model.name} on {cell.config.task.name}"
+            screen.live(partial(str, told))
             costs[kind] = recorded(cell, file.parent, task.fingerprint) or foretold(cell)
         cost = costs[kind]
         row["memory"], row["from"] = cost.memory, cost.source
@@ -234,6 +237,7 @@ def tell(cells: list[tuple[Cell, Any]], problems: Counter[str], runs_at_once: in
             continue
         row["a run"] = duration(cost.seconds)
         left += cost.seconds * (1 - (saved["step"] if saved else 0) / cell.trainer.total_steps)
+    screen.close()
     if not cells:
         return
     print("  task       model            finished  go on  begin          a run       memory  known from")

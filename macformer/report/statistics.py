@@ -18,17 +18,20 @@ Outcomes = NDArray[np.bool_]
 def interval(outcomes: Outcomes) -> tuple[float, float]:
     """Of the mean accuracy. One seed: Wilson's, of the test set alone. More: seeds and examples, by Student's t.
 
+    Where neither varies (all wrong, all right, or two seeds with opposite constant answers) it is Wilson's, too.
+
     The mean of S x N outcomes varies with the seeds, by s^2 / S (s^2: of the seeds' accuracies), and with the examples,
     by v / N (v: of the examples' shares of right seeds). What is left of both together is counted in each: the interval
     is a little wide. Degrees of freedom by Welch and Satterthwaite.
     """
     (S, N), accuracy = outcomes.shape, float(outcomes.mean())
-    if S == 1 or accuracy in (0, 1):
+    of_seeds = outcomes.mean(1).var(ddof=1) / S if S > 1 else 0.0
+    of_examples = outcomes.mean(0).var(ddof=1) / N
+    variance = of_seeds + of_examples
+    if S == 1 or variance == 0:
         z = float(special.ndtri(1 - LEVEL / 2))
         centre, half = accuracy + z**2 / (2 * N), z * (accuracy * (1 - accuracy) / N + (z / (2 * N)) ** 2) ** 0.5
         return (centre - half) / (1 + z**2 / N), (centre + half) / (1 + z**2 / N)
-    of_seeds, of_examples = outcomes.mean(1).var(ddof=1) / S, outcomes.mean(0).var(ddof=1) / N
-    variance = of_seeds + of_examples
     degrees = variance**2 / (of_seeds**2 / (S - 1) + of_examples**2 / (N - 1))
     half = float(special.stdtrit(degrees, 1 - LEVEL / 2) * variance**0.5)
     return max(0.0, accuracy - half), min(1.0, accuracy + half)

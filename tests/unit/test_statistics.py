@@ -45,6 +45,14 @@ def test_all_right_or_all_wrong_is_not_certain(outcome: bool) -> None:
     assert (high if outcome else low) == pytest.approx(float(outcome))
 
 
+def test_opposite_constant_answers_are_not_certain() -> None:
+    """Half of two classes right with either seed, and every example with one of them: nothing varies."""
+    answers = np.arange(100) % 2 == 0
+    expected = statistics.interval(answers[None])
+    assert expected[1] - expected[0] > 0.15
+    assert statistics.interval(np.stack([answers, ~answers])) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("seeds", "spread"), [(1, 0.0), (3, 0.008), (5, 0.02)])
 def test_the_interval_holds_the_truth_as_often_as_it_says(seeds: int, spread: float) -> None:
     """Of 400 intervals so many may miss it that more have probability 1e-4 if the chance is 0.05."""
