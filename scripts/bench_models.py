@@ -53,9 +53,11 @@ from macformer import record as records
 from macformer.loop import CLIP, EPS
 from macformer.progress import duration, mebibytes
 from scripts.bench_attention import flop as attention_flop
+from scripts.table import find_block, write_block
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = {"real": 15, "full": 3, "lengths": 10}  # at full length softmax takes up to minutes a step
+BEGIN, END = "<!-- written by `make bench` -->", "<!-- until here: bench -->"
+ROUNDS = {"real": 15, "full": 5, "lengths": 10}  # at full length softmax takes up to minutes a step
 EXAMPLES = {"train": 4096, "dev": 16, "test": 16}  # a few windows of buckets
 TASKS = {"listops": listops, "text": text, "retrieval": retrieval}
 TRUNKS = ("plain", "identity", "identity, ppSBN")
@@ -416,15 +418,37 @@ def claims(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def table(report: dict[str, Any]) -> str:
-    """Markdown."""
+def summary(report: dict[str, Any]) -> str:
+    """For the README: what was asked for, and the break-even lengths."""
+    changed = ", with changes" * report["code"]["dirty"]
+    return "\n".join(
+        [
+            f"One thread of {report['environment']['device_name']}, commit {report['code']['commit'][:7]}{changed}; "
+            "medians of the rounds, and their range:",
+            "",
+            *asked_for(report),
+            "",
+            f"At {report['lengths']['tokens']:,} tokens a batch:",
+            "",
+            *(f"- {told['says']}" for told in report["lengths"]["break_even"]),
+            "",
+        ]
+    )
+
+
+def asked_for(report: dict[str, Any]) -> list[str]:
     lines = ["| asked for | | | here (range) | |", "| --- | --- | --: | --: | --- |"]
     for c in report["claims"]:
         lines.append(
             f"| {c['claim']} | {c['sense']} | {c['bound']:.3g} | {c['value']:.3g} ({c['low']:.3g}-{c['high']:.3g}) "
             f"| {'met' if c['met'] else '**not met**'} |"
         )
-    lines += ["", *(f"{line}\n" for line in report["left_out"])]
+    return lines
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [*asked_for(report), "", *(f"{line}\n" for line in report["left_out"])]
     for result in report["results"]:
         lengths = [n for _, n in result["shapes"]]
         lines += [
@@ -488,6 +512,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: at least 1 is needed")
+    shown = options.output.resolve() == ROOT / "results" / "bench"  # in the README
+    if shown:
+        find_block(BEGIN, END)  # now, not when all the work is done
     device = devices.choose(options.device)
     devices.prepare(device, 1)
     left_out = [f"{name} is left out: --settings does not name it." for name in every if name not in options.settings]
@@ -519,6 +546,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     records.write_text(options.output / "models.json", json.dumps(report, indent=1) + "\n")
     records.write_text(options.output / "models.md", table(report))
+    if shown:
+        write_block(BEGIN, END, summary(report))
     print(table(report))
     print(f"written to {options.output}: models.json, models.md")
     return 0
