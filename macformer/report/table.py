@@ -212,6 +212,12 @@ def _notes(column: Column) -> list[str]:
         commits = sorted({f"{str(run.code.commit)[:8]}{' with changes' if run.code.dirty else ''}" for run in runs})
         if len(commits) > 1:
             lines.append(f"{column.task}: the runs are of several commits: {', '.join(commits)}.")
+        shared = sum("sweep=joblib" in run.overrides for run in runs)
+        if shared:
+            lines.append(
+                f"{column.task}: {shared} of {len(runs)} runs had others beside them (sweep=joblib): "
+                "their times are no race."
+            )
         if any(len(cell.runs) == 1 for cell in column.cells.values()):
             lines.append(f"{column.task}: with one seed the interval covers the test set, not the noise of training.")
         lines += _noise(column)

@@ -344,6 +344,14 @@ def test_a_cell_that_does_not_beat_its_floor_is_marked(make: Make) -> None:
     assert "†" not in row(text, "rfa", "text")[PAPER]  # nobody measured a floor there
 
 
+def test_runs_side_by_side_are_told(make: Make) -> None:
+    alone, beside = make("model=rfa"), make("model=rfa", "sweep=joblib", "seed=1")
+    assert "beside them" not in render([alone])
+    assert "listops: 1 of 2 runs had others beside them (sweep=joblib): their times are no race." in render(
+        [alone, beside]
+    )
+
+
 def test_floors_of_other_data_do_not_count_but_the_majority_does(make: Make) -> None:
     other = [FLOORS[0] | {"fingerprint": "g", "protocol": "clean"}]
     text = render([make("model=rfa", accuracy=0.18)], other)
