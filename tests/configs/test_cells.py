@@ -65,6 +65,22 @@ def test_a_task_carries_the_name_of_its_file(name: str, composed: Composed) -> N
     assert composed(f"task={name}").task.name == name
 
 
+@pytest.mark.parametrize("protocol", GROUPS["protocol"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_cpu_trainer_shortens_every_task(
+    task: str, protocol: str, composed: Composed, sources: Path, tmp_path: Path
+) -> None:
+    """Its texts fit under either protocol. A misnamed file in configs/task_trainer would be passed over in silence."""
+    words = [f"task={task}", f"protocol={protocol}"]
+    usual, short = (composed(*words, f"trainer={trainer}").task for trainer in ("paper", "cpu"))
+    assert short.data.length <= usual.data.length / 8
+    assert short.learning_rate > usual.learning_rate
+    few = "task.data.examples={train: 40, dev: 4, test: 4}"
+    folder = tmp_path if task == "listops" else sources
+    config = composed(*words, "trainer=cpu", few, f"paths.data={folder}")
+    assert configs.build(config, "task.data", folder=str(folder)).spec.length == short.data.length
+
+
 def test_the_paper_schedule_is_the_default(composed: Composed) -> None:
     trainer = composed("model=macformer_exp", "task=listops").trainer
     assert (trainer.warmup_steps, trainer.steps, trainer.batch_size) == (1000, 10000, 32)
