@@ -271,18 +271,14 @@ def read(file: Path) -> Record | Translation:
     except ValueError:
         told = None
     told = told if isinstance(told, dict) else {}
-    version = told.get("schema_version", SCHEMA)
-    record: Record | Translation
-    try:
-        record = (Translation if told.get("kind") == "translation" else Record).model_validate_json(text)
-    except ValidationError as error:
-        if version == SCHEMA:
-            first = error.errors()[0]
-            said = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
-            raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {said}") from None
-    if version != SCHEMA:
+    if (version := told.get("schema_version", SCHEMA)) != SCHEMA:
         raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew")
-    return record
+    try:
+        return (Translation if told.get("kind") == "translation" else Record).model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        said = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
+        raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {said}") from None
 
 
 def finished(file: Path) -> Run | None:
@@ -292,7 +288,7 @@ def finished(file: Path) -> Run | None:
     try:
         record = read(file)
     except ValueError as error:
-        print(f"warning: {error}; it will be replaced")
+        print(f"warning: {error}; it does not count as finished")
         return None
     return record if record.status == "ok" else None
 

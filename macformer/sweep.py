@@ -12,7 +12,6 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from macformer import config as configs
 from macformer import device as devices
 from macformer import record as records
 from macformer.cell import Cell
+from macformer.checkpoint import CheckpointError
 from macformer.loop import OutOfMemory
-from macformer.progress import Screen, duration, mebibytes
+from macformer.progress import duration, mebibytes
 
 HERE = ("basic", "joblib")  # launchers whose jobs run on this machine
 PATIENCE = 5.0  # seconds of steps for the forecast of a cell
@@ -212,7 +212,7 @@ def tell(cells: list[tuple[Cell, Any]], problems: Counter[str], runs_at_once: in
         print(f"  {times} will fail: {problem}")
     costs: dict[str, Cost] = {}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    left, unknown, screen = 0.0, 0, Screen()
+    left, unknown = 0.0, 0
     for cell, task in cells:
         file, checkpoint = cell.places(task.fingerprint)
         row = rows.setdefault(
@@ -223,12 +223,14 @@ def tell(cells: list[tuple[Cell, Any]], problems: Counter[str], runs_at_once: in
         if finished and not cell.config.force:
             row["finished"] += 1
             continue
-        saved = checkpoint.unfinished(finished)
+        try:
+            saved = checkpoint.unfinished(finished)
+        except CheckpointError as error:  # the cell will say it again, when its turn comes
+            print(f"  1 will fail: {error}")
+            continue
         row["go on" if saved else "begin"] += 1
         kind = json.dumps(records.decisive(cell.resolved) | {"seed": None, "data": task.fingerprint}, sort_keys=True)
         if kind not in costs:
-            told = f"  timing a few steps of {cell.config.model.name} on {cell.config.task.name}"
-            screen.live(partial(str, told))
             costs[kind] = recorded(cell, file.parent, task.fingerprint) or foretold(cell)
         cost = costs[kind]
         row["memory"], row["from"] = cost.memory, cost.source
@@ -237,7 +239,6 @@ def tell(cells: list[tuple[Cell, Any]], problems: Counter[str], runs_at_once: in
             continue
         row["a run"] = duration(cost.seconds)
         left += cost.seconds * (1 - (saved["step"] if saved else 0) / cell.trainer.total_steps)
-    screen.close()
     if not cells:
         return
     print("  task       model            finished  go on  begin          a run       memory  known from")
@@ -266,8 +267,7 @@ def recorded(cell: Cell, folder: Path, fingerprint: str) -> Cost | None:
             and record.memory
             and record.data.fingerprint == fingerprint
             and record.environment.device_name == devices.describe(cell.device)
-            and json.dumps(records.decisive(record.config) | {"seed": None}, sort_keys=True)
-            == json.dumps(ours, sort_keys=True)
+            and records.decisive(record.config) | {"seed": None} == ours
         ):
             return Cost(_seconds(record), mebibytes(record.memory.peak_bytes), f"seed {record.seed}")
     return None
@@ -275,6 +275,7 @@ def recorded(cell: Cell, folder: Path, fingerprint: str) -> Cost | None:
 
 def foretold(cell: Cell) -> Cost:
     """From a few steps, in a process of its own: its memory is free again for the runs, on the CPU and on a GPU."""
+    print(f"  timing a few steps of {cell.config.model.name} on {cell.config.task.name}", flush=True)
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             return process.submit(measure, cell.config).result()

@@ -140,8 +140,9 @@ class Accuracy:
     def rehearse(self, look: Look, longest: bool) -> int:
         dev = self.splits["dev"]
         by_length = self.dev_indices[np.argsort(dev.lengths[self.dev_indices], kind="stable")]
-        some = by_length[:: -(-len(by_length) // (4 * self.batch_examples))]  # about four batches
-        self._evaluate(look, "dev", self._longest_of(dev) if longest else some)
+        about_four_batches = by_length[:: -(-len(by_length) // (4 * self.batch_examples))]
+        some = self._longest_of(dev) if longest else about_four_batches
+        self._evaluate(look, "dev", some)
         return len(some)
 
     def test(self, look: Look) -> Outcome:

@@ -4,9 +4,9 @@
     python -m scripts.bench_models --settings listops-full --rounds 1 --output /tmp/bench
 
 How: one process, one thread, freed memory kept, as train.py has it. A step is forward, cross-entropy, backward, clip by
-value, AdamW. In every round each model has a turn of one step, in a new order, all on the same batch; the next round
-has another batch. A ratio is taken within a round; its median and range over the rounds are reported. A round before
-the first is not counted.
+value, AdamW. In every round each model has a turn of one step, in a new order, all on the same batch (or on a part of
+it, see below); the next round has another batch. A ratio is taken within a round; its median and range over the rounds
+are reported. A round before the first is not counted.
 
     TASK-full   the paper's protocol: every text padded to the task's length. Ids are random and nothing is padding,
                 which costs the same as a padded batch and needs no data
@@ -75,7 +75,9 @@ TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 ROOM = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
 SPREAD = 3  # resident bytes to live ones, at most (docs/log.md)
 Batch = tuple[Tensor, Tensor]
-Raced = tuple[dict[str, Any], list[str]]  # what was measured; a sentence for each model that is left out or slowed
+Raced = tuple[
+    dict[str, Any], list[str]
+]  # what was measured; a sentence for each model that is left out or takes a part of the batch
 
 
 class Identity(nn.Module):
@@ -212,12 +214,13 @@ def foretold(of: Callable[[int], int], examples: int) -> int:
     return one + (examples - 1) * (of(2) - one)
 
 
-def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> int:
-    """Peak bytes of a pass over the batch, no other model alive; foretold if it would not fit."""
+def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> tuple[int, bool]:
+    """Peak bytes of a pass over the batch, no other model alive; whether they are foretold, as it would not fit."""
     trained = model(name, spec).to(device).train()
     of, examples = peaks_of(trained, adamw(name, trained), batch), len(batch[0])
     need, free = foretold(of, examples), devices.free_bytes(device)
-    return need if free is not None and need > ROOM * free else of(examples)
+    too_much = free is not None and need > ROOM * free
+    return need if too_much else of(examples), too_much
 
 
 def part_of(examples: int, need: float, room: float) -> int:
@@ -248,30 +251,31 @@ def race(
     for name in names:
         print(f"{setting}: memory of {name}", file=sys.stderr)
         try:
-            need = peak(name, spec, longest, device)
+            need, foretelling = peak(name, spec, longest, device)
             if need / examples > room:
                 raise MemoryError(
                     f"a step on one of {examples} examples would need {mebibytes(need // examples)}, and there is room "
                     f"for {mebibytes(int(room))}"
                 )
             peaks[name] = need
+            if need > room:
+                left_out.append(
+                    f"{setting}: a step of {name} on {examples} examples needs {mebibytes(need)}"
+                    f"{' (foretold from one and two of them)' * foretelling}, and there is room for "
+                    f"{mebibytes(int(room))}: it took {part_of(examples, need, room)} of them{or_more}, "
+                    "and its time is scaled to all."
+                )
         except (RuntimeError, MemoryError) as error:
             if not devices.is_out_of_memory(error):
                 raise
             left_out.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
-    left_out += [
-        f"{setting}: a step of {name} on {examples} examples needs {mebibytes(need)}, and there is room for "
-        f"{mebibytes(int(room))}: it took {part_of(examples, need, room)} of them{or_more}, "
-        "and its time is scaled to all."
-        for name, need in peaks.items()
-        if need > room
-    ]
     devices.keep_freed(True)
     trained = {name: model(name, spec).to(device).train() for name in peaks}
     optimizers = {name: adamw(name, trained[name]) for name in peaks}
     square = torch.randn(1024, 1024, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in peaks}
     flops: dict[str, list[int]] = {name: [] for name in peaks}
+    taken: dict[str, list[int]] = {name: [] for name in peaks}
     rates, shapes, order = [], [], random.Random(0)
     lasted: list[float] = []
     for number in range(rounds + 1):
@@ -287,6 +291,7 @@ def race(
             if number:
                 seconds[name].append((devices.now(device) - begin) * examples / part)
                 flops[name].append(flop(name, trained[name], ids))
+                taken[name].append(part)
         begin = devices.now(device)
         for _ in range(4):
             square @ square
@@ -297,7 +302,10 @@ def race(
     return {
         "shapes": shapes,
         "matmul_rate": rates,
-        "arms": {name: {"seconds": seconds[name], "flop": flops[name], "peak_bytes": peaks[name]} for name in peaks},
+        "arms": {
+            name: {"seconds": seconds[name], "examples": taken[name], "flop": flops[name], "peak_bytes": peaks[name]}
+            for name in peaks
+        },
     }, left_out
 
 
@@ -420,11 +428,11 @@ def claims(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def summary(report: dict[str, Any]) -> str:
     """For the README: what was asked for, and the break-even lengths."""
-    changed = ", with changes" * report["code"]["dirty"]
+    code, machine = report["code"], report["environment"]["device_name"]
+    commit = f"{str(code['commit'])[:7]}{', with changes' if code['dirty'] else ''}"
     return "\n".join(
         [
-            f"One thread of {report['environment']['device_name']}, commit {report['code']['commit'][:7]}{changed}; "
-            "medians of the rounds, and their range:",
+            f"One thread of {machine}, commit {commit}; medians of the rounds, and their range:",
             "",
             *asked_for(report),
             "",
@@ -512,7 +520,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: at least 1 is needed")
-    shown = options.output.resolve() == ROOT / "results" / "bench"  # in the README
+    shown = options.output.resolve() == ROOT / "results" / "bench" and options.settings == every  # in the README
     if shown:
         find_block(BEGIN, END)  # now, not when all the work is done
     device = devices.choose(options.device)

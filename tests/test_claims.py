@@ -118,17 +118,23 @@ def report4(better: float, seeds: int = 4) -> dict[str, Any]:
 ORIGIN = {"code": {"commit": "0123456789"}, "environment": {"device_name": "Test CPU", "threads": 1}}
 
 
+def raced(task: str, rounds: dict[str, list[float]], fewest: int = 16) -> dict[str, Any]:
+    """As results/bench/models.json; in the last round the models take `fewest` of the 16 examples."""
+    arms = {model: {"seconds": each, "examples": [16, 16, fewest]} for model, each in rounds.items()}
+    return ORIGIN | {"results": [{"setting": f"{task}-full", "batch_size": 16, "arms": arms}]}
+
+
 def race(task: str, ratios: dict[str, float] | None = None) -> Finding:
     """A race in which the models take the paper's shares of the Transformer's time, or these."""
     shares = PAPER["time"][task] | (ratios or {})
-    arms = {model: {"seconds": [share * noise for noise in (1.0, 1.02, 0.99)]} for model, share in shares.items()}
-    return experiments.time_order(task, ORIGIN | {"results": [{"setting": f"{task}-full", "arms": arms}]})
+    rounds = {model: [share * noise for noise in (1.0, 1.02, 0.99)] for model, share in shares.items()}
+    return experiments.time_order(task, raced(task, rounds))
 
 
 def kernels_raced(task: str, power: float = 1.0) -> Finding:
     """A race in which their times are those of the paper, to some power."""
-    arms = {model: {"seconds": [share**power] * 3} for model, share in PAPER["time"][task].items()}
-    return experiments.time_of_kernels(task, ORIGIN | {"results": [{"setting": f"{task}-full", "arms": arms}]})
+    rounds = {model: [share**power] * 3 for model, share in PAPER["time"][task].items()}
+    return experiments.time_of_kernels(task, raced(task, rounds))
 
 
 def accuracies(task: str, sign: int = 1, half: float = 0.001) -> Finding:
@@ -413,11 +419,18 @@ def test_records_of_the_paper_s_protocol_are_judged() -> None:
 
 
 def test_without_explicit_softmax_the_race_is_against_the_checkpointed_one() -> None:
-    arms = {model: {"seconds": [share] * 3} for model, share in PAPER["time"]["text"].items()}
-    arms["transformer_checkpointed"] = arms.pop("transformer")
-    found = experiments.time_order("text", ORIGIN | {"results": [{"setting": "text-full", "arms": arms}]})
+    rounds = {model: [share] * 3 for model, share in PAPER["time"]["text"].items()}
+    rounds["transformer_checkpointed"] = rounds.pop("transformer")
+    found = experiments.time_order("text", raced("text", rounds))
     assert found.verdict == "reproduced"
     assert "transformer_checkpointed's" in found.measured
+
+
+def test_a_race_on_a_part_of_the_batch_says_so() -> None:
+    rounds = {model: [share] * 3 for model, share in PAPER["time"]["text"].items()}
+    said = "of transformer's (which took 8 of 16 examples, its time scaled)"
+    assert said in experiments.time_order("text", raced("text", rounds, fewest=8)).measured
+    assert "scaled" not in experiments.time_order("text", raced("text", rounds)).measured
 
 
 # The intervals.

@@ -293,9 +293,10 @@ def _side(model: str, task: str, measure: str) -> bool:
     return PAPER[measure][task][model] > PAPER[measure][task][BASELINE]
 
 
-def _arms(task: str, bench: dict[str, Any] | None) -> dict[str, Any]:
-    """Of the race at the task's full length: model -> seconds of each round and peak bytes."""
-    return next((r["arms"] for r in bench["results"] if r["setting"] == f"{task}-full"), {}) if bench else {}
+def _race(task: str, bench: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+    """At the task's full length: model -> seconds of each round and peak bytes; examples of a batch."""
+    found = [(r["arms"], r["batch_size"]) for r in bench["results"] if r["setting"] == f"{task}-full"] if bench else []
+    return found[0] if found else ({}, 0)
 
 
 def time_order(task: str, bench: dict[str, Any] | None) -> Finding:
@@ -305,7 +306,7 @@ def time_order(task: str, bench: dict[str, Any] | None) -> Finding:
         f", but {', '.join(slower)}" if slower else ""
     )
     id, where, command = f"TAB time, {task}", "Table 2", "make bench claims"
-    arms = _arms(task, bench)
+    arms, batch = _race(task, bench)
     against = next((name for name in (BASELINE, f"{BASELINE}_checkpointed") if name in arms), None)
     if bench is None or against is None or not set(MODELS[1:]) <= arms.keys():
         return missing(id, where, claim, "results/bench/models.json has no race of these models", command, clock=True)
@@ -321,11 +322,13 @@ def time_order(task: str, bench: dict[str, Any] | None) -> Finding:
     lowest, highest = min(f["low"] for f in figures.values()), max(f["high"] for f in figures.values())
     of_sdpa = [f["of_sdpa"] for f in figures.values() if "of_sdpa" in f]
     wrong = [model for model, verdict in zip(MODELS[1:], verdicts, strict=True) if verdict == "not reproduced"]
+    fewest = min(arms[against].get("examples", [batch]))  # races of older versions took whole batches alone
+    scaled = f" (which took {fewest} of {batch} examples, its time scaled)" if fewest < batch else ""
     return Finding(
         id,
         where,
         claim,
-        f"in all of {len(ratios)} rounds our steps take {lowest:.3f} to {highest:.3f} of {against}'s"
+        f"in all of {len(ratios)} rounds our steps take {lowest:.3f} to {highest:.3f} of {against}'s{scaled}"
         + (f", in the median {min(of_sdpa):.2f} to {max(of_sdpa):.2f} of {BASELINE}_sdpa's" if of_sdpa else "")
         + (f"; otherwise than in the paper: {', '.join(wrong)}" if wrong else "")
         + f" ({_origin(bench)})",
@@ -345,7 +348,7 @@ def time_of_kernels(task: str, bench: dict[str, Any] | None) -> Finding:
     claim = f"{task}: the kernel decides the time: {slow} takes {paper:.2f} times as long as {fast}"
     if {fast, slow} == set(TWINS):
         claim += " (one kernel under two names)"
-    arms = _arms(task, bench)
+    arms, _ = _race(task, bench)
     if bench is None or not {fast, slow} <= arms.keys():
         lacks = "results/bench/models.json has no race of these models"
         return missing(id, "Table 2", claim, lacks, command, clock=True)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -79,14 +80,15 @@ class Cell:
     supported: bool = False  # is the difference one that two seeds and more, p and the noise floor allow to name?
     race: Race | None = None
     paper: dict[str, float] = field(default_factory=dict)  # measure -> the paper's value
+    comparable: bool = True  # with it: is the task the paper's?
     paper_low: float | None = None  # of its accuracy's interval, by its test set alone
     paper_high: float | None = None
     paper_beats_floor: bool | None = None
 
     def gap(self, measure: str) -> float | None:
-        """Ours minus the paper's."""
+        """Ours minus the paper's; none if the task is another one."""
         ours = getattr(self, measure)
-        return ours.value - self.paper[measure] if ours and measure in self.paper else None
+        return ours.value - self.paper[measure] if ours and self.comparable and measure in self.paper else None
 
 
 @dataclass
@@ -122,7 +124,8 @@ class Table:
     def full_command(self) -> str:
         """The paper's protocol for the models and tasks that are here."""
         models = dict.fromkeys(run.model for column in self.columns for run in column.runs)
-        return f"python train.py -m model={','.join(models)} task={','.join(c.task for c in self.columns)}"
+        tasks, seeds = ",".join(column.task for column in self.columns), ",".join(map(str, SEEDS))
+        return f"python train.py -m model={','.join(models)} task={tasks} seed={seeds}"
 
 
 def load(results: Path) -> tuple[list[Record], list[str]]:
@@ -155,23 +158,24 @@ def tables(
     """The paper's protocol first: empty if nobody ran it and there are no other runs, or `papers` asks for it.
 
     One table for each set of shared conditions, in which tasks as the paper has them stand side by side. So do changed
-    ones: the first setting of each, then the second, and so on. Failed runs have no cell.
+    ones if the same words made them, as trainer=cpu does of all tasks. Failed runs have no cell.
     `floors` as in results/floors.json, `bench` as in results/bench/models.json.
     """
     groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in sorted(found, key=lambda record: record.run_id):
-        if record.status == "ok" and record.quality and record.time and record.memory:
+        if record.status == "ok":
             run = _place(record)
             groups[run.shared, run.machine][record.task][run.own, record.data.fingerprint].append(run)
     made = []
     for _, by_task in sorted(groups.items(), key=lambda group: group[0]):
         side_by_side: dict[Any, dict[str, list[Run]]] = defaultdict(dict)
         for task, settings in by_task.items():
-            ordered = [(bool(own), runs) for (own, _), runs in sorted(settings.items(), key=lambda item: item[0])]
-            for changed in (False, True):
-                for place, runs in enumerate(runs for own, runs in ordered if own == changed):
-                    side_by_side[changed, place][task] = runs
+            for (own, _), runs in sorted(settings.items(), key=lambda item: item[0]):
+                words = min(run.words for run in runs) if own else ()
+                place = next(place for place in count() if task not in side_by_side[bool(own), words, place])
+                side_by_side[bool(own), words, place][task] = runs
         made += [_table(columns, floors, bench) for _, columns in sorted(side_by_side.items())]
+    made.sort(key=lambda table: bool(table.conditions))  # the paper's protocol first, whatever the machine
     if not made or (papers and made[0].conditions):
         made.insert(0, _table({}, floors, bench))
     return made
@@ -185,6 +189,12 @@ class Run:
     row: str
     shared: tuple[str, ...]  # conditions that hold for all tasks of a table
     own: tuple[str, ...]  # those of its task
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What was typed that holds for all cells of a sweep, less where things are and go."""
+        other = ("model", "task=", "seed=", "experiment=table2", "force=", "paths.", "logger", "sweep=", "hydra")
+        return tuple(sorted(word for word in self.record.overrides if not word.startswith(other)))
 
     @property
     def machine(self) -> str:
@@ -317,6 +327,7 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
     outcomes = {row: _outcomes(cell.runs) for row, cell in cells.items() if cell.runs}
     for row, cell in cells.items():
         cell.race = raced.get(row)
+        cell.comparable = not any(run.own for run in runs)
         _set_paper(cell, task, the_papers)
         if cell.runs:
             _measure(cell, cells[BASELINE].runs, outcomes[row], max(known.values()))
@@ -393,7 +404,9 @@ def _floors(task: str, floors: list[dict[str, Any]]) -> tuple[dict[str, float], 
     if not fitting:
         return {}, ""
     best = max(fitting, key=lambda floor: floor["train_examples"])
-    return dict(best["dev_accuracy"]), f"dev, {best['dev_examples']:,} examples"
+    highest, examples = max(best["dev_accuracy"].values()), best["dev_examples"]
+    error = 100 * (highest * (1 - highest) / examples) ** 0.5
+    return dict(best["dev_accuracy"]), f"dev, {examples:,} examples (standard error of the best: {error:.1f})"
 
 
 def _raced(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ from scipy import special  # not scipy.stats, which takes a second to import
 
 LEVEL = 0.05  # of a test; intervals hold 1 - LEVEL
 REPLICATES = 9_999
-KINDS = 64  # of examples, at most; with more of them the mean of their differences is normal
 TWINS = ("macformer_exp", "macformer_trigh")  # sinh + cosh is exp: one model under two names
 Outcomes = NDArray[np.bool_]
 
@@ -25,16 +24,16 @@ def interval(outcomes: Outcomes) -> tuple[float, float]:
     is a little wide. Degrees of freedom by Welch and Satterthwaite.
     """
     (S, N), accuracy = outcomes.shape, float(outcomes.mean())
-    of_seeds = outcomes.mean(1).var(ddof=1) / S if S > 1 else 0.0
-    of_examples = outcomes.mean(0).var(ddof=1) / N
-    variance = of_seeds + of_examples
-    if S == 1 or variance == 0:
+    of_seeds, of_examples = (outcomes.mean(1).var(ddof=1) / S, outcomes.mean(0).var(ddof=1) / N) if S > 1 else (0, 0)
+    if variance := of_seeds + of_examples:
+        degrees = variance**2 / (of_seeds**2 / (S - 1) + of_examples**2 / (N - 1))
+        half = float(special.stdtrit(degrees, 1 - LEVEL / 2) * variance**0.5)
+        low, high = accuracy - half, accuracy + half
+    else:
         z = float(special.ndtri(1 - LEVEL / 2))
         centre, half = accuracy + z**2 / (2 * N), z * (accuracy * (1 - accuracy) / N + (z / (2 * N)) ** 2) ** 0.5
-        return (centre - half) / (1 + z**2 / N), (centre + half) / (1 + z**2 / N)
-    degrees = variance**2 / (of_seeds**2 / (S - 1) + of_examples**2 / (N - 1))
-    half = float(special.stdtrit(degrees, 1 - LEVEL / 2) * variance**0.5)
-    return max(0.0, accuracy - half), min(1.0, accuracy + half)
+        low, high = (centre - half) / (1 + z**2 / N), (centre + half) / (1 + z**2 / N)
+    return min(accuracy, max(0.0, low)), max(accuracy, min(1.0, high))  # rounding must not leave the accuracy outside
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,7 @@ def compare(ours: Outcomes, theirs: Outcomes, noise: "Noise | None", entropy: in
     differences = len(theirs) * ours.sum(0) - len(ours) * theirs.sum(0)
     # Examples with equal differences are alike: to draw N of them is to draw how many of each kind.
     kinds, counts = np.unique(differences, return_counts=True)
-    if len(kinds) <= KINDS:
-        replicates = rng.multinomial(N, counts / N, REPLICATES) @ kinds / (N * seeds)
-    else:
-        replicates = rng.normal(differences.mean(), differences.std() / N**0.5, REPLICATES) / seeds
+    replicates = rng.multinomial(N, counts / N, REPLICATES) @ kinds / (N * seeds)
     if noise:
         error = sum(max(noise.variance, _variance(each)) / len(each) for each in (ours, theirs)) ** 0.5
         replicates += error * rng.standard_t(noise.degrees, REPLICATES)
@@ -100,14 +96,14 @@ class Noise:
 
 
 def noise(accuracies: Mapping[str, Mapping[int, float]]) -> Noise | None:
-    """From model -> seed -> accuracy; None without a model that has two seeds."""
+    """From model -> seed -> accuracy; None if no model has two seeds that differ: those that tie tell nothing."""
     first, second = (accuracies.get(name, {}) for name in TWINS)
     groups = [seeds for name, seeds in accuracies.items() if name not in TWINS]
     groups.append({**second, **first})  # equal seeds are equal runs: they count once
     degrees = sum(len(seeds) - 1 for seeds in groups if seeds)
-    if not degrees:
-        return None
     squares = sum(float(np.var(list(seeds.values()))) * len(seeds) for seeds in groups if seeds)
+    if squares < 1e-12:  # zero, but for rounding
+        return None
     variance = squares / degrees
     pooled = (2 * variance) ** 0.5
     apart = [one - other for (i, one), (j, other) in product(first.items(), second.items()) if i != j]

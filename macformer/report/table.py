@@ -20,8 +20,9 @@ TEX = {ord(character): f"\\{character}" for character in "&%#_{}$"}
 TEX |= {ord("\\"): r"\textbackslash{}", ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}"}
 TEX |= {ord("±"): r"$\pm$", ord(DAGGER): r"\dag{}", ord("`"): "'", ord("<"): "$<$", ord(">"): "$>$"}
 LEGEND = (
-    "Time and memory are means over the seeds, relative to the Transformer's; accuracy is in percent, ± its standard "
-    "deviation over n seeds. Beside each stands the paper's value and the gap, ours minus the paper's. **Bold** "
+    "Time (of all training steps, without evaluation, in separate runs: no race) and peak memory of training are means "
+    "over the seeds, relative to the Transformer's; accuracy is in percent, ± its standard deviation over n seeds. "
+    "Beside each stands the paper's value and, if the task is the paper's, the gap, ours minus the paper's. **Bold** "
     "(*italic*) is better (worse) than the Transformer: Holm-corrected p below 0.05 by a bootstrap over test examples "
     f"and the seeds' spread, by more than the noise floor, with two seeds or more. {DAGGER}: not above the best "
     "floor, the interval considered. Floors are what cheap predictors reach, for the paper's values under its protocol."
@@ -80,16 +81,15 @@ def notes(table: Table) -> list[str]:
 
 def verdict(table: Table) -> list[str]:
     """What the table supports, and what it does not: a sentence each."""
-    named = [(column, cell) for column, cell in table.cells if cell.supported and cell.versus]
     differences = [
-        f"on {column.task} {cell.row} is {'better' if cell.versus.difference > 0 else 'worse'} than the Transformer "
-        f"by {abs(100 * cell.versus.difference):.2f} points "
-        f"({_range(100 * cell.versus.low, 100 * cell.versus.high, '+.2f')})"
-        for column, cell in named
-        if cell.versus
+        f"on {column.task} {cell.row} is {'better' if versus.difference > 0 else 'worse'} than the Transformer "
+        f"by {abs(100 * versus.difference):.2f} points ({_range(100 * versus.low, 100 * versus.high, '+.2f')})"
+        for column, cell in table.cells
+        if cell.supported and (versus := cell.versus)
     ]
+    nothing = "nothing on accuracy, neither a difference from the Transformer nor that there is none"
     return [
-        f"**Supported:** {'; '.join(differences) or 'no difference in accuracy from the Transformer'}.",
+        f"**Supported:** {'; '.join(differences) or nothing}.",
         f"**Not supported:** {'; '.join(_unsupported(table))}.",
     ]
 
@@ -100,7 +100,7 @@ def _unsupported(table: Table) -> list[str]:
     rest = [(column, cell) for column, cell in compared if not cell.supported]
     if rest:
         single = sum(min(len(cell.runs), len(column.cells[BASELINE].runs)) < 2 for column, cell in rest)
-        why = f" ({single} of them with one seed, where none is)" if single else ""
+        why = f" ({single} of them with one seed, which supports none)" if single else ""
         which = f"{len(rest)}{' other' * (len(rest) < len(compared))} cell{'s' * (len(rest) > 1)}"
         said.append(f"the difference from the Transformer in {which}{why}")
     for ours, flag in (("our", "beats_floor"), ("the paper's", "paper_beats_floor")):
@@ -206,6 +206,10 @@ def _notes(column: Column) -> list[str]:
         if baseline.seconds and baseline.peak_bytes:
             absolute = f"; the Transformer took {duration(baseline.seconds)} and {mebibytes(int(baseline.peak_bytes))}"
         lines.append(f"{column.task}: {data.source} data, {sizes} examples{absolute}.")
+        if runs[0].config["task"]["data"].get("dev") == "test":
+            lines.append(
+                f"{column.task}: dev is the test split, as in the base code: the weights were chosen on test examples."
+            )
         again = sum(len(run.sessions) > 1 for run in runs)
         if again:
             lines.append(f"{column.task}: {again} of {len(runs)} runs were stopped and taken up again.")
@@ -230,7 +234,10 @@ def _noise(column: Column) -> list[str]:
     """The A/A pair, and what two runs of one model differ by."""
     lines, noise = [], column.noise
     if not noise:
-        lines.append(f"{column.task}: no model has two seeds: the noise of training is not known, and p is without it.")
+        lines.append(
+            f"{column.task}: no model has two seeds that differ: the noise of training is not known, "
+            "and p is without it."
+        )
     else:
         twins = (
             f"{TWINS[0]} at one seed minus {TWINS[1]} at another, which is the same model: {100 * noise.twins:.2f}, at "
@@ -289,7 +296,7 @@ def tex(text: str) -> str:
 
 def csv(tables: list[Table]) -> str:
     """A line for each cell and each floor, for further use; accuracies as shares."""
-    lines = [line for number, table in enumerate(tables) for line in _lines(number, table)]
+    lines = [line for number, table in enumerate(tables, 1) for line in _lines(number, table)]
     return pd.DataFrame(lines).to_csv(index=False, lineterminator="\n", float_format="%.9g")
 
 

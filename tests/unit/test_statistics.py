@@ -39,6 +39,15 @@ def test_the_interval_of_equal_runs_is_that_of_the_examples() -> None:
 
 
 @pytest.mark.parametrize("outcome", [True, False])
+@pytest.mark.parametrize("N", [7, 21, 1000, 2000, 12500])
+@pytest.mark.parametrize("S", [1, 3])
+def test_rounding_does_not_leave_the_accuracy_outside(S: int, N: int, outcome: bool) -> None:
+    """Nor the interval outside of 0 to 1: at some of these N it did."""
+    low, high = statistics.interval(np.full((S, N), outcome))
+    assert 0 <= low <= outcome <= high <= 1
+
+
+@pytest.mark.parametrize("outcome", [True, False])
 def test_all_right_or_all_wrong_is_not_certain(outcome: bool) -> None:
     low, high = statistics.interval(np.full((3, 50), outcome))
     assert high - low > 0.05
@@ -91,7 +100,7 @@ def pooled(*models: Outcomes) -> statistics.Noise | None:
 
 
 def test_the_seeds_part_is_students_for_two_means() -> None:
-    """So many examples that the seeds alone matter, and that their differences are of too many kinds to be drawn."""
+    """So many examples that the seeds alone matter; their differences are of 145 kinds."""
     rng = np.random.default_rng(4)
     ours, theirs = runs(rng, 9, 200_000, spread=0.03), runs(rng, 8, 200_000, spread=0.03)
     found = statistics.compare(ours, theirs, pooled(ours, theirs), entropy=0)

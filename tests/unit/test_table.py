@@ -66,16 +66,55 @@ def test_the_papers_table_comes_first_if_it_is_asked_for_and_nobody_ran_it(make:
     assert len(cells.tables([short, full], FLOORS, BENCH, papers=True)) == 2
 
 
+def test_the_papers_protocol_comes_first_whatever_the_machine(make: Make) -> None:
+    """Tables are sorted by machine; a changed task is not among what is sorted by before it."""
+    short, full = make("model=rfa", "task.data.length=1024"), make("model=rfa")
+    moved = full.model_copy(update={"environment": full.environment.model_copy(update={"device_name": "ZZ GPU"})})
+    for papers in (False, True):
+        first, second = cells.tables([short, moved], [], None, papers=papers)
+        assert table.title(first).startswith("Table 2, the paper's protocol, on ZZ GPU")
+        assert second.conditions
+
+
 def test_tasks_that_are_changed_stand_side_by_side_and_not_beside_the_papers(make: Make) -> None:
-    """In the paper's order. A task with two settings has the second in a table of its own."""
-    short = [make("model=rfa", f"task={task}", "task.data.length=64") for task in ("retrieval", "listops", "text")]
+    """In the paper's order, if the same words made them; where they run and go does not matter."""
+    grid = [make("model=rfa", f"task={task}", "trainer=cpu") for task in ("retrieval", "text")]
+    grid.append(make("model=rfa", "task=listops", "experiment=table2", "trainer=cpu", "sweep=joblib", "paths.data=x"))
     whole = make("model=rfa", "task=text")
-    shorter = make("model=rfa", "task=text", "task.data.length=32")
-    made = cells.tables([*short, whole, shorter], [], None)
+    shorter = make("model=rfa", "task=text", "trainer=cpu", "task.data.length=250", "task.data.max_length=250")
+    made = cells.tables([*grid, whole, shorter], [], None)
     shown = [[column.task for column in each.columns if column.runs] for each in made]
-    assert shown == [["text"], ["text", "listops", "retrieval"], ["text"]]
-    assert "retrieval data.length = 64 (paper: 4096)" in table.title(made[1])
-    assert "text data.length = 64 (paper: 4096)" in table.title(made[2])
+    assert shown == [["text"], ["text"], ["text", "listops", "retrieval"]]
+    assert "text data.length = 250 (paper: 4096)" in table.title(made[1])
+    assert "text data.length = 256 (paper: 4096)" in table.title(made[2])
+
+
+def test_settings_of_a_task_that_the_same_words_made_do_not_share_a_column(make: Make) -> None:
+    """Of other data: another fingerprint."""
+    one, other = (make("model=rfa", "trainer=cpu", f"seed={seed}") for seed in (0, 1))
+    other = other.model_copy(update={"data": other.data.model_copy(update={"fingerprint": "g"})})
+    assert [len(each.columns[0].runs) for each in cells.tables([one, other], [], None)] == [1, 1]
+
+
+def test_a_gap_is_told_where_the_task_is_the_papers(make: Make) -> None:
+    assert row(render([make("model=rfa", "trainer.steps=100")]), "rfa")[PAPER] == "37.15 (-0.15)"
+    assert row(render([make("model=rfa", "task.data.length=1024")]), "rfa")[PAPER] == "37.15"
+
+
+def test_weights_chosen_on_test_examples_are_told(make: Make) -> None:
+    said = "text: dev is the test split, as in the base code: the weights were chosen on test examples."
+    assert said in render([make("model=rfa", "task=text")])
+    assert said not in render([make("model=rfa", "task=text", "protocol=clean")])
+
+
+def test_seeds_that_tie_do_not_support_a_difference(make: Make) -> None:
+    """They do not show that there is no noise."""
+    models = {"transformer": 0.40, "rfa": 0.45}
+    found = [make(f"model={name}", f"seed={seed}", accuracy=models[name]) for name in models for seed in (0, 1)]
+    text = render(found)
+    assert "no model has two seeds that differ: the noise of training is not known" in text
+    assert "**Supported:** nothing on accuracy" in text
+    assert row(text, "rfa")[ACCURACY] == "45.00 ± 0.00 (n=2)"
 
 
 def test_time_and_memory_are_relative_to_the_transformer(make: Make) -> None:
@@ -289,7 +328,7 @@ def test_with_one_seed_nothing_is_bold(make: Make, few: str) -> None:
     )
     assert row(text, "rfa")[P] == "0.0002"  # the spread of the other's seeds is small
     assert row(text, "rfa")[ACCURACY].startswith("80.00")
-    assert "the difference from the Transformer in 1 cell (1 of them with one seed, where none is)" in text
+    assert "the difference from the Transformer in 1 cell (1 of them with one seed, which supports none)" in text
 
 
 def test_a_difference_below_the_noise_floor_is_not_bold(make: Make) -> None:
