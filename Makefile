@@ -54,7 +54,7 @@ table: setup ## turn the records in results/runs into Table 2 (results/tables, R
 report: setup ## the same records as a page with figures, results/report.html and results/figures
 	@$(BIN)/python scripts/report.py results
 
-bench: setup ## race training steps of whole models on each task, into results/bench (some 40 minutes; text-real needs IMDB=path)
+bench: setup ## race training steps of whole models on each task, into results/bench (36 minutes; text-real needs IMDB=path)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench_models $(if $(IMDB),--imdb $(IMDB))
 
 bench-attention: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (20 minutes)

@@ -1,6 +1,6 @@
 """Race training steps of whole models on each task: time, memory, and from which length on Macformer is faster.
 
-    python -m scripts.bench_models --imdb data/aclImdb_v1.tar.gz      # 37 minutes on one core
+    python -m scripts.bench_models --imdb data/aclImdb_v1.tar.gz      # 36 minutes on one core
     python -m scripts.bench_models --settings listops-full --rounds 1 --output /tmp/bench
 
 How: one process, one thread, freed memory kept, as train.py has it. A step is forward, cross-entropy, backward, clip by
