@@ -48,7 +48,8 @@ format: setup ## let ruff format the code and sort the imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-table: setup ## turn the records in results/runs into Table 2 (results/tables, README) and print it
+table: setup ## turn the records in results/runs into Table 2 (results/tables, README), those of results/ablations into one table of settings, and print both
+	@$(BIN)/python scripts/table.py results/ablations --settings
 	@$(BIN)/python scripts/table.py results
 
 report: setup ## the same records as a page with figures, results/report.html and results/figures

@@ -131,7 +131,8 @@ def doctor(words: list[str]) -> None:
                 seen.add(task.fingerprint)
                 print(_report(name, config.protocol.name, task))
                 measured = floors.measure(name, task)
-                print(_floors(task, measured))
+                for split in measured:
+                    print(_floors(task, split, measured[split]))
                 file = Path(config.paths.results) / "floors.json"
                 usual = composed(name, [f"protocol={config.protocol.name}"])
                 whole = config.task.data == usual.task.data
@@ -157,15 +158,15 @@ def _report(name: str, protocol: str, task: Task) -> str:
     return "\n".join(lines)
 
 
-def _floors(task: Task, measured: dict[str, float]) -> str:
+def _floors(task: Task, split: str, measured: dict[str, float]) -> str:
     best = max(measured.values())
-    count = len(task.splits["dev"])
+    count = len(task.splits[split])
     error = 100 * (best * (1 - best) / count) ** 0.5
     scores = ", ".join(f"{title} {accuracy:.2%}" for title, accuracy in measured.items())
-    return f"  floors on dev ({count:,} examples, standard error {error:.1f}): {scores}"
+    return f"  floors on {split} ({count:,} examples, standard error {error:.1f}): {scores}"
 
 
-def _keep(file: Path, name: str, protocol: str, whole: bool, task: Task, measured: dict[str, float]) -> None:
+def _keep(file: Path, name: str, protocol: str, whole: bool, task: Task, measured: dict[str, dict[str, float]]) -> None:
     """Put the floors into the file; those of other data stay, unless another data version made them.
 
     `whole`: the data are as the YAML of the task and the protocol have them, not shortened.
@@ -178,9 +179,9 @@ def _keep(file: Path, name: str, protocol: str, whole: bool, task: Task, measure
         "source": task.source,
         "fingerprint": task.fingerprint,
         "train_examples": len(task.splits["train"]),
-        "dev_examples": len(task.splits["dev"]),
-        "dev_accuracy": measured,
     }
+    for split, accuracy in measured.items():
+        entry |= {f"{split}_examples": len(task.splits[split]), f"{split}_accuracy": accuracy}
     try:
         known: list[dict[str, Any]] = json.loads(file.read_text())["floors"] if file.exists() else []
         same = [old for old in known if old["fingerprint"] == task.fingerprint]

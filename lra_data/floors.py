@@ -1,4 +1,4 @@
-"""What cheap predictors reach: fitted on train, scored on dev. A model that does not beat them has learned little.
+"""What cheap predictors reach, fitted on train. A model that does not beat them has learned little.
 
 `OWN` has those of each task; the commonest label and the length serve every task.
 """
@@ -20,45 +20,48 @@ NEWTON_STEPS = 8
 Keys = Callable[[Split, Split], tuple[Iterable[Hashable], Iterable[Hashable]]]
 
 
-def measure(name: str, task: Task) -> dict[str, float]:
-    """The dev accuracy of each cheap predictor of task `name`."""
-    train, dev = task.splits["train"], task.splits["dev"]
+def measure(name: str, task: Task) -> dict[str, dict[str, float]]:
+    """The accuracy of each cheap predictor of task `name` on dev and on test."""
+    train = task.splits["train"]
     predictors = {"majority": by_key(nothing), "length": by_key(lengths), **OWN.get(name, {})}
-    return {title: predict(train, dev) for title, predict in predictors.items()}
+    return {
+        split: {title: predict(train, task.splits[split]) for title, predict in predictors.items()}
+        for split in ("dev", "test")
+    }
 
 
 def by_key(keys: Keys) -> Callable[[Split, Split], float]:
     """The commonest training label of the examples that have the same key; of all, where a key is new."""
 
-    def accuracy(train: Split, dev: Split) -> float:
-        known, asked = keys(train, dev)
+    def accuracy(train: Split, asked: Split) -> float:
+        ours, theirs = keys(train, asked)
         classes = train.spec.classes
         counts: dict[Hashable, NDArray[np.int64]] = {}
-        for key, label in zip(known, train.labels.tolist(), strict=True):
+        for key, label in zip(ours, train.labels.tolist(), strict=True):
             counts.setdefault(key, np.zeros(classes, np.int64))[label] += 1
         answers = {key: int(count.argmax()) for key, count in counts.items()}
         commonest = int(np.bincount(train.labels, minlength=classes).argmax())
-        right = [answers.get(key, commonest) == label for key, label in zip(asked, dev.labels.tolist(), strict=True)]
-        return float(np.mean(right))
+        given = [answers.get(key, commonest) for key in theirs]
+        return float(np.mean(given == asked.labels))
 
     return accuracy
 
 
-def nothing(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
-    return [0] * len(train), [0] * len(dev)
+def nothing(train: Split, asked: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+    return [0] * len(train), [0] * len(asked)
 
 
-def lengths(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+def lengths(train: Split, asked: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
     """Of a pair, the lengths of both texts."""
-    binned = [_bins(ours, theirs) for ours, theirs in zip(train.text_lengths.T, dev.text_lengths.T, strict=True)]
+    binned = [_bins(ours, theirs) for ours, theirs in zip(train.text_lengths.T, asked.text_lengths.T, strict=True)]
     return zip(*(ours for ours, _ in binned), strict=True), zip(*(theirs for _, theirs in binned), strict=True)
 
 
-def root_operator(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
-    return train.tokens[train.offsets[:-1]].tolist(), dev.tokens[dev.offsets[:-1]].tolist()
+def root_operator(train: Split, asked: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+    return train.tokens[train.offsets[:-1]].tolist(), asked.tokens[asked.offsets[:-1]].tolist()
 
 
-def root_and_digits(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+def root_and_digits(train: Split, asked: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
     """The root operator, and what it makes of its own digits, its nested operators left out.
 
     Without brackets nobody can tell where a nested list ends: there, of the digits before the first nested operator.
@@ -70,11 +73,11 @@ def root_and_digits(train: Split, dev: Split) -> tuple[Iterable[Hashable], Itera
         root = int(tokens[0])
         return root, listops.apply(listops.TOKENS[root], digits.tolist()) if len(digits) else -1
 
-    ours, theirs = ([key(split.texts(i)[0]) for i in range(len(split))] for split in (train, dev))
+    ours, theirs = ([key(split.texts(i)[0]) for i in range(len(split))] for split in (train, asked))
     return ours, theirs
 
 
-def byte_overlap(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
+def byte_overlap(train: Split, asked: Split) -> tuple[Iterable[Hashable], Iterable[Hashable]]:
     """How many of the bytes that stand in either text stand in both."""
 
     def overlap(split: Split) -> NDArray[np.float64]:
@@ -84,10 +87,10 @@ def byte_overlap(train: Split, dev: Split) -> tuple[Iterable[Hashable], Iterable
         first, second = used[0::2], used[1::2]
         return (first & second).sum(1) / (first | second).sum(1)
 
-    return _bins(overlap(train), overlap(dev))
+    return _bins(overlap(train), overlap(asked))
 
 
-def bag_of_bytes(train: Split, dev: Split) -> float:
+def bag_of_bytes(train: Split, asked: Split) -> float:
     """Logistic regression on the share of each byte in the text: Newton's method, with a ridge.
 
     Of a pair, on the distance and the product of the two shares of each byte: are the texts alike?
@@ -98,7 +101,7 @@ def bag_of_bytes(train: Split, dev: Split) -> float:
         counts = [np.bincount(split.tokens[start:end], minlength=256) for start, end in bounds]
         return np.array(counts) / split.text_lengths.reshape(-1, 1)
 
-    shares = [share(split) for split in (train, dev)]
+    shares = [share(split) for split in (train, asked)]
     mean, deviation = shares[0].mean(0), shares[0].std(0)
     seen = deviation > 0
 
@@ -109,20 +112,20 @@ def bag_of_bytes(train: Split, dev: Split) -> float:
             z = np.c_[first * second, abs(first - second)]
         return np.c_[np.ones(len(z)), z]
 
-    x, x_dev = (features(split, each) for split, each in zip((train, dev), shares, strict=True))
+    x, x_asked = (features(split, each) for split, each in zip((train, asked), shares, strict=True))
     weights = np.zeros(x.shape[1])
     for _ in range(NEWTON_STEPS):
         p = 1 / (1 + np.exp(-x @ weights))
         gradient = x.T @ (p - train.labels) + RIDGE * weights
         hessian = (x * (p * (1 - p))[:, None]).T @ x + RIDGE * np.eye(len(weights))
         weights -= np.linalg.solve(hessian, gradient)
-    return float(np.mean((x_dev @ weights > 0) == dev.labels))
+    return float(np.mean((x_asked @ weights > 0) == asked.labels))
 
 
-def _bins(train: NDArray[Any], dev: NDArray[Any]) -> tuple[list[int], list[int]]:
+def _bins(train: NDArray[Any], asked: NDArray[Any]) -> tuple[list[int], list[int]]:
     """Numbers as the places of the BINS that hold as many training examples each."""
     edges = np.unique(np.quantile(train, np.linspace(0, 1, BINS + 1)[1:-1]))
-    return np.searchsorted(edges, train).tolist(), np.searchsorted(edges, dev).tolist()
+    return np.searchsorted(edges, train).tolist(), np.searchsorted(edges, asked).tolist()
 
 
 OWN: dict[str, dict[str, Callable[[Split, Split], float]]] = {

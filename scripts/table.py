@@ -9,6 +9,7 @@ from macformer.report import cells, table
 
 README = cells.ROOT / "README.md"
 BEGIN, END = "<!-- written by `make table` -->", "<!-- until here -->"
+SETTINGS = "<!-- written by `make table`: settings -->", "<!-- until here: settings -->"
 
 
 def find_block(begin: str, end: str) -> tuple[str, str]:
@@ -29,21 +30,29 @@ def write_block(begin: str, end: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
-    folder = parser.parse_args().folder
+    parser.add_argument(
+        "--settings", action="store_true", help="for a sweep over settings: one table, a row for each model and setting"
+    )
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
     if not folder.is_dir():
         sys.exit(f"error: {folder} is not there: give the folder that has runs/ in it")
     found, problems = cells.load(folder)
-    ours = folder.resolve() == cells.ROOT / "results"
-    tables = cells.tables(found, cells.floors(), cells.bench(), papers=ours)
-    texts = table.formats(tables, found, problems)
+    place = folder.resolve()
+    tables = cells.tables(found, cells.floors(), cells.bench(), papers=place == cells.ROOT / "results")
+    if arguments.settings:
+        texts, name, block = {"md": table.settings(tables, found, problems)}, "settings", SETTINGS
+    else:
+        texts, name, block = table.formats(tables, found, problems), "table2", (BEGIN, END)
     for ending, text in texts.items():
-        records.write_text(folder / "tables" / f"table2.{ending}", text)
-    if ours:  # the README shows this very table
-        write_block(BEGIN, END, texts["md"])
+        records.write_text(folder / "tables" / f"{name}.{ending}", text)
+    shown = cells.ROOT / "results" / ("ablations" if arguments.settings else "")
+    if place == shown:  # by the README, this very table
+        write_block(*block, texts["md"])
     print(texts["md"])
-    print(
-        f"written to {folder}/tables: table2.{{{','.join(texts)}}}; after more runs: python scripts/table.py {folder}"
-    )
+    files = f"{name}.{{{','.join(texts)}}}" if len(texts) > 1 else f"{name}.md"
+    again = f"python scripts/table.py {folder}{' --settings' * arguments.settings}"
+    print(f"written to {folder}/tables: {files}; after more runs: {again}")
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 def floors() -> list[dict[str, Any]]:
     shared = {"protocol": "paper", "whole": True, "source": "generated", "fingerprint": "f"}
-    shared |= {"train_examples": 9, "dev_examples": 2000}
-    return [shared | {"task": task, "dev_accuracy": FLOORS} for task in ("listops", "text")]
+    shared |= {"train_examples": 9, "dev_examples": 2000, "dev_accuracy": FLOORS, "test_examples": 2000}
+    return [shared | {"task": task, "test_accuracy": FLOORS} for task in ("listops", "text")]
 
 
 def bench() -> dict[str, Any]:
@@ -246,6 +246,11 @@ def test_figures_follow_the_numbers(results: Path) -> None:
     cell.time.spread = 0.3
     assert changed() == {"bars", "accuracy"}
     cell.time.spread = None
+    column.floors = {"majority": 0.5}
+    assert changed() == {"accuracy"}
+    column.floors, column.dev_floors = FLOORS, {"majority": 0.5}
+    assert changed() == {"curves"}
+    column.dev_floors = FLOORS
     cell.runs[0].history[5].dev_accuracy = 0.9
     assert "curves" in changed()
 

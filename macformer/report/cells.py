@@ -84,6 +84,8 @@ class Cell:
     paper_low: float | None = None  # of its accuracy's interval, by its test set alone
     paper_high: float | None = None
     paper_beats_floor: bool | None = None
+    gap_low: float | None = None  # of the gap in accuracy, by the noise of ours and by the paper's test set
+    gap_high: float | None = None
 
     def gap(self, measure: str) -> float | None:
         """Ours minus the paper's; none if the task is another one."""
@@ -97,8 +99,9 @@ class Column:
 
     task: str
     cells: dict[str, Cell]  # by row
-    floors: dict[str, float]  # what cheap predictors reach on dev; if nobody measured that, the majority class on test
+    floors: dict[str, float]  # what cheap predictors reach on test; the majority class alone if nobody measured that
     floors_of: str  # on what they were measured
+    dev_floors: dict[str, float]  # the same on dev, where curves are taken; empty if nobody measured that
     noise: Noise | None
     twins_differ: list[int]  # seeds at which exp and trigh, the same model, have different outcomes
     fill: list[str]  # the commands that fill the empty cells, and those with fewer seeds than others
@@ -229,12 +232,15 @@ def _paper(model: str, task: str) -> Paper:
 
 @cache
 def _composed(choice: str) -> Paper:
+    before = GlobalHydra.instance().hydra  # somebody may be composing
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             config = compose("train", [choice])
     except MissingConfigException:
         return Paper({}, {})
+    finally:
+        GlobalHydra.instance().hydra = before
     raw = records.flat(OmegaConf.to_container(config))
     follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
     return Paper(records.flat(OmegaConf.to_container(config, resolve=True)), follows)
@@ -314,21 +320,20 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
         ordered = [by_seed[seed] for seed in sorted(by_seed)]
         cells[row] = Cell(row, ordered[0].model, ordered)
     cells = dict(sorted(cells.items(), key=lambda item: _order(item[1])))
-    the_papers, floors_of = _floors(
+    the_papers = measured = _floors(
         task, [f for f in floors if f["protocol"] == "paper" and f.get("whole") and f["source"] != "stand-in"]
     )
-    known = the_papers
     if runs:
         data = runs[0].record.data
-        known, floors_of = _floors(task, [floor for floor in floors if floor["fingerprint"] == data.fingerprint])
-        if not known:
-            assert data.majority is not None, "LRA has labels"
-            known, floors_of = {"majority": data.majority}, f"test, {data.examples['test']:,} examples"
+        assert data.majority is not None, "LRA has labels"
+        measured = _floors(task, [floor for floor in floors if floor["fingerprint"] == data.fingerprint])
+        measured = measured or {"test_examples": data.examples["test"], "test_accuracy": {"majority": data.majority}}
+    known = measured.get("test_accuracy", {})
     outcomes = {row: _outcomes(cell.runs) for row, cell in cells.items() if cell.runs}
     for row, cell in cells.items():
         cell.race = raced.get(row)
         cell.comparable = not any(run.own for run in runs)
-        _set_paper(cell, task, the_papers)
+        _set_paper(cell, task, the_papers.get("test_accuracy", {}))
         if cell.runs:
             _measure(cell, cells[BASELINE].runs, outcomes[row], max(known.values()))
     seeded = {row: dict(zip((run.seed for run in cells[row].runs), outcomes[row], strict=True)) for row in outcomes}
@@ -342,7 +347,8 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
         task=task,
         cells=cells,
         floors=known,
-        floors_of=floors_of,
+        floors_of=_floors_of(measured) if known else "",
+        dev_floors=measured.get("dev_accuracy", {}),
         noise=noise,
         twins_differ=[seed for seed in one if seed in other and not np.array_equal(one[seed], other[seed])],
         fill=_fill(task, cells, runs[0].record.overrides if runs else []),
@@ -384,6 +390,11 @@ def _measure(cell: Cell, baseline: list[Record], outcomes: Outcomes, floor: floa
     cell.accuracy = Measure(mean(each), stdev(each) if len(each) > 1 else None, len(each))
     cell.low, cell.high = statistics.interval(outcomes)
     cell.beats_floor = cell.low > floor
+    gap = cell.gap("accuracy")
+    if gap is not None and cell.paper_low is not None and cell.paper_high is not None:
+        ours, theirs = cell.accuracy.value, cell.paper["accuracy"]  # two test sets: the squares of the distances add up
+        cell.gap_low = gap - math.hypot(ours - cell.low, cell.paper_high - theirs)
+        cell.gap_high = gap + math.hypot(cell.high - ours, theirs - cell.paper_low)
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> Measure | None:
@@ -398,15 +409,17 @@ def _ratio(ours: list[float], theirs: list[float]) -> Measure | None:
     return Measure(ratio, spread, len(ours))
 
 
-def _floors(task: str, floors: list[dict[str, Any]]) -> tuple[dict[str, float], str]:
-    """Those of the most training examples, and on what they were measured."""
+def _floors(task: str, floors: list[dict[str, Any]]) -> dict[str, Any]:
+    """Those of the most training examples; empty if there are none."""
     fitting = [floor for floor in floors if floor["task"] == task]
-    if not fitting:
-        return {}, ""
-    best = max(fitting, key=lambda floor: floor["train_examples"])
-    highest, examples = max(best["dev_accuracy"].values()), best["dev_examples"]
+    return max(fitting, key=lambda floor: floor["train_examples"], default={})
+
+
+def _floors_of(measured: dict[str, Any]) -> str:
+    """On what they were measured, and how well."""
+    highest, examples = max(measured["test_accuracy"].values()), measured["test_examples"]
     error = 100 * (highest * (1 - highest) / examples) ** 0.5
-    return dict(best["dev_accuracy"]), f"dev, {examples:,} examples (standard error of the best: {error:.1f})"
+    return f"test, {examples:,} examples (standard error of the best: {error:.1f})"
 
 
 def _raced(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -156,7 +156,7 @@ def _curves(name: str, column: Column, warning: str) -> Drawn:
                 panel.plot(list(by_step), [mean(v) for v in values], **style)
                 low, high = [min(v) for v in values], [max(v) for v in values]
                 panel.fill_between(list(by_step), low, high, color=looks[row]["color"], alpha=0.15, lw=0)
-    for (floor, accuracy), dash in zip(column.floors.items(), DASHES * 9, strict=False):
+    for (floor, accuracy), dash in zip(column.dev_floors.items(), DASHES * 9, strict=False):
         accuracies.axhline(100 * accuracy, color=FLOOR_COLOUR, ls=dash, lw=1.2, label=f"floor: {floor}")
     accuracies.set(title="dev accuracy, %", xlabel="step")
     losses.set(title="training loss", xlabel="step")
@@ -166,8 +166,10 @@ def _curves(name: str, column: Column, warning: str) -> Drawn:
     figure.legend(loc="outside lower center", ncols=4)
     caption = (
         "Lines are means over the seeds (n of them), bands go from the lowest to the highest seed. The training "
-        f"loss is the mean since the evaluation before. Floors: measured on {column.floors_of}."
+        "loss is the mean since the evaluation before."
     )
+    if column.dev_floors:
+        caption += " Floors: what cheap predictors reach on the dev split."
     return saved(name, figure, title, caption)
 
 

@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections import Counter
 from dataclasses import fields
+from statistics import mean
 from typing import Any
 
 import pandas as pd
@@ -27,6 +28,11 @@ LEGEND = (
     f"and the seeds' spread, by more than the noise floor, with two seeds or more. {DAGGER}: not above the best "
     "floor, the interval considered. Floors are what cheap predictors reach, for the paper's values under its protocol."
 )
+LEGEND_OF_SETTINGS = (
+    "Means over n seeds. With one seed the interval covers the test set, not the noise of training. "
+    f"{DAGGER}: not above the best floor (what the best cheap predictor reaches on the same test split), the interval "
+    "considered. Time is that of all training steps, in separate runs: no race."
+)
 
 
 def formats(tables: list[Table], found: list[Record], problems: list[str]) -> dict[str, str]:
@@ -42,11 +48,52 @@ def formats(tables: list[Table], found: list[Record], problems: list[str]) -> di
 def markdown(tables: list[Table], found: list[Record], problems: list[str]) -> str:
     """All of them, then the runs that failed and the files that are no records."""
     parts = ["\n".join([*_title(table), "", *_body(table)]) for table in tables]
+    return "\n\n".join([*parts, *_failures(found, problems), LEGEND]) + "\n"
+
+
+def _failures(found: list[Record], problems: list[str]) -> list[str]:
     failed = [f"{run.run_id} ended as {run.status}: {run.message}" for run in found if run.status != "ok"]
-    for heading, lines in (("Failed runs", sorted(failed)), ("Files left out", problems)):
-        if lines:
-            parts.append("\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)]))
-    return "\n\n".join([*parts, LEGEND]) + "\n"
+    return [
+        "\n".join([f"**{heading}**", "", *(f"- {line}" for line in lines)])
+        for heading, lines in (("Failed runs", sorted(failed)), ("Files left out", problems))
+        if lines
+    ]
+
+
+def settings(tables: list[Table], found: list[Record], problems: list[str]) -> str:
+    """A row for each model in each setting: for sweeps over settings, of which each would be a table of its own."""
+    ran = [table for table in tables if table.machine]
+    if not ran:
+        return "\n\n".join(["**Settings side by side: no runs yet**", *_failures(found, problems)]) + "\n"
+    common = [condition for condition in ran[0].conditions if all(condition in table.conditions for table in ran)]
+    rows: list[dict[str, str]] = []
+    for table in ran:
+        own = [condition.partition(" (paper: ")[0] for condition in table.conditions if condition not in common]
+        for column, cell in table.cells:
+            if not cell.runs:
+                continue
+            floor = max(column.floors, key=lambda name: column.floors[name])
+            best = [100 * run.quality.dev_accuracy for run in cell.runs if run.quality]
+            rows.append(
+                {
+                    "task": column.task,
+                    "model": cell.row,
+                    "what differs": "; ".join(own) or "nothing",
+                    "test accuracy": _accuracy(cell),
+                    "95% interval": _interval(cell),
+                    "best floor": f"{100 * column.floors[floor]:.2f} ({floor})",
+                    "best dev accuracy": f"{mean(best):.2f}",
+                    "time": duration(cell.seconds or 0),
+                }
+            )
+    shown = pd.DataFrame(rows).sort_values("task", kind="stable")
+    body = shown.to_markdown(index=False, colalign=["left"] * 3 + ["right"] * 5, disable_numparse=True)
+    machines = " and ".join(dict.fromkeys(str(table.machine) for table in ran))
+    changed = (
+        f"NOT the paper's protocol: {'; '.join(common)}" if common else "the paper's protocol but for what differs"
+    )
+    head = f"**Settings side by side, on {machines}. In all of them: {changed}**"
+    return "\n\n".join([head, body, *_failures(found, problems), LEGEND_OF_SETTINGS]) + "\n"
 
 
 def title(table: Table) -> str:
@@ -139,7 +186,7 @@ def frame(column: Column) -> pd.DataFrame:
             if raced:
                 shown[f"{measure}, raced"] = _raced(cell, measure)
         shown["accuracy"] = _accuracy(cell)
-        shown["95% interval"] = _range(100 * cell.low, 100 * cell.high) if cell.low is not None and cell.high else "-"
+        shown["95% interval"] = _interval(cell)
         shown["paper (gap)  "] = _paper(cell, "accuracy")
         versus = cell.versus
         shown["minus transformer (95%)"] = (
@@ -180,6 +227,10 @@ def _accuracy(cell: Cell) -> str:
     return text if cell.beats_floor else f"{text} {DAGGER}"
 
 
+def _interval(cell: Cell) -> str:
+    return _range(100 * cell.low, 100 * cell.high) if cell.low is not None and cell.high is not None else "-"
+
+
 def _paper(cell: Cell, measure: str) -> str:
     """The paper's value, and the gap if there is one of ours."""
     if measure not in cell.paper:
@@ -202,10 +253,15 @@ def _notes(column: Column) -> list[str]:
         runs = column.runs
         data = runs[0].data
         sizes = " / ".join(f"{count:,}" for count in data.examples.values())
-        absolute, baseline = "", column.cells[BASELINE]
-        if baseline.seconds and baseline.peak_bytes:
-            absolute = f"; the Transformer took {duration(baseline.seconds)} and {mebibytes(int(baseline.peak_bytes))}"
-        lines.append(f"{column.task}: {data.source} data, {sizes} examples{absolute}.")
+        # Without the Transformer there are no ratios: then what each row took.
+        told = {row: cell for row, cell in column.cells.items() if cell.runs}
+        told = {"the Transformer": told[BASELINE]} if BASELINE in told else told
+        absolute = ", ".join(
+            f"{row} took {duration(cell.seconds)} and {mebibytes(int(cell.peak_bytes))}"
+            for row, cell in told.items()
+            if cell.seconds and cell.peak_bytes
+        )
+        lines.append(f"{column.task}: {data.source} data, {sizes} examples; {absolute}.")
         if runs[0].config["task"]["data"].get("dev") == "test":
             lines.append(
                 f"{column.task}: dev is the test split, as in the base code: the weights were chosen on test examples."
@@ -225,9 +281,27 @@ def _notes(column: Column) -> list[str]:
         if any(len(cell.runs) == 1 for cell in column.cells.values()):
             lines.append(f"{column.task}: with one seed the interval covers the test set, not the noise of training.")
         lines += _noise(column)
+        lines += _gaps(column)
     if column.floors:
         lines.append(f"{column.task}: the floors were measured on {column.floors_of}.")
     return lines
+
+
+def _gaps(column: Column) -> list[str]:
+    """Ours against the paper's, as far as two test sets can tell."""
+    gaps = {
+        row: (100 * gap, 100 * cell.gap_low, 100 * cell.gap_high)
+        for row, cell in column.cells.items()
+        if (gap := cell.gap("accuracy")) is not None and cell.gap_low is not None and cell.gap_high is not None
+    }
+    if not gaps:
+        return []
+    told = ", ".join(f"{row} {gap:+.2f} ({_range(low, high, '+.2f')})" for row, (gap, low, high) in gaps.items())
+    beyond = ", ".join(row for row, (_, low, high) in gaps.items() if not low <= 0 <= high)
+    return [
+        f"{column.task}: accuracy minus the paper's, with 95% by our interval and the size of its test set: {told}; "
+        f"beyond that noise: {beyond or 'none'}."
+    ]
 
 
 def _noise(column: Column) -> list[str]:
@@ -311,6 +385,7 @@ def _lines(number: int, table: Table) -> list[dict[str, Any]]:
             ours = getattr(cell, measure)
             line[measure], line[f"{measure}_spread"] = (ours.value, ours.spread) if ours else (None, None)
             line[f"{measure}_paper"], line[f"{measure}_gap"] = cell.paper.get(measure), cell.gap(measure)
+        line |= {"accuracy_gap_low": cell.gap_low, "accuracy_gap_high": cell.gap_high}
         line |= {"accuracy_low": cell.low, "accuracy_high": cell.high, "beats_floor": cell.beats_floor}
         line |= {f"versus_{part.name}": getattr(cell.versus, part.name, None) for part in fields(Comparison)}
         line |= {"p_holm": cell.p_holm, "supported": cell.supported}

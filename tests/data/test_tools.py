@@ -29,12 +29,15 @@ def split_up(examples: list[base.Example]) -> Examples:
     return {"train": examples[::2], "dev": examples[1::2], "test": examples[:1]}
 
 
-def test_majority_and_length_are_fitted_on_train_and_scored_on_dev(tmp_path: Path) -> None:
-    """Long texts have label 1 in train; the dev split has other shares."""
+def test_majority_and_length_are_fitted_on_train_and_scored_on_dev_and_test(tmp_path: Path) -> None:
+    """Long texts have label 1 in train; the other splits have other shares."""
     train = [((b"a" * 5,), 0)] * 60 + [((b"a" * 20,), 1)] * 40
     dev = [((b"a" * 5,), 0)] * 10 + [((b"a" * 20,), 1)] * 25 + [((b"a" * 20,), 0)] * 5
-    measured = floors.measure("no task of ours", task_of(tmp_path, ONE, {"train": train, "dev": dev, "test": dev}))
-    assert measured == {"majority": 15 / 40, "length": 35 / 40}
+    task = task_of(tmp_path, ONE, {"train": train, "dev": dev, "test": dev[:20]})
+    assert floors.measure("no task of ours", task) == {
+        "dev": {"majority": 15 / 40, "length": 35 / 40},
+        "test": {"majority": 10 / 20, "length": 20 / 20},
+    }
 
 
 def test_a_key_that_train_does_not_have_gets_the_commonest_label(tmp_path: Path) -> None:
@@ -69,6 +72,7 @@ def test_bag_of_bytes_of_a_pair_learns_whether_the_two_are_alike(tmp_path: Path)
         return (text(first), text(first if label else 1 - first)), label
 
     measured = floors.measure("retrieval", task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)])))
+    measured = measured["dev"]
     assert measured["bag of bytes"] > 0.95
     assert measured["byte-set overlap"] < 0.65  # of 400: chance and 6 standard errors
 
@@ -86,7 +90,7 @@ def test_byte_overlap_sees_what_two_texts_share(tmp_path: Path) -> None:
 def test_the_length_of_a_pair_is_that_of_both(tmp_path: Path) -> None:
     examples = [((b"a" * 9, b"b" * long), int(long > 9)) for long in (3, 20)] * 20
     splits = {"train": examples, "dev": examples, "test": examples}
-    assert floors.measure("retrieval", task_of(tmp_path, PAIR, splits))["length"] == 1
+    assert floors.measure("retrieval", task_of(tmp_path, PAIR, splits))["test"]["length"] == 1
 
 
 def test_the_root_and_its_digits_leave_nested_lists_out(tmp_path: Path) -> None:
@@ -109,25 +113,33 @@ def test_the_root_and_its_digits_leave_nested_lists_out(tmp_path: Path) -> None:
 
 def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
     """Of 20,000 official ones: majority 17%, root operator 36 to 37%, and its digits 47%; 4 standard errors."""
-    small = ["task.data.examples={train:8000,dev:2000,test:10}", f"paths.data={tmp_path}", f"paths.results={tmp_path}"]
+    small = [
+        "task.data.examples={train:8000,dev:2000,test:2001}",
+        f"paths.data={tmp_path}",
+        f"paths.results={tmp_path}",
+    ]
     done = lra_data("doctor", "listops", *small)
     assert done.returncode == 0, done.stderr
     clean, paper = json.loads((tmp_path / "floors.json").read_text())["floors"]
     assert (clean["task"], clean["protocol"], clean["source"]) == ("listops", "clean", "generated")
-    assert (paper["protocol"], paper["train_examples"], paper["dev_examples"]) == ("paper", 8000, 2000)
+    assert (paper["protocol"], paper["train_examples"]) == ("paper", 8000)
+    assert (paper["dev_examples"], paper["test_examples"]) == (2000, 2001)
     assert (clean["whole"], paper["whole"]) == (False, False)
     for entry, digits in ((clean, 0.47), (paper, 0.39)):
-        accuracy = entry["dev_accuracy"]
-        assert accuracy["majority"] == pytest.approx(0.168, abs=0.034)
-        assert accuracy["length"] == pytest.approx(0.168, abs=0.034)
-        assert accuracy["root operator"] == pytest.approx(0.365, abs=0.043)
-        assert accuracy["root operator and its digits"] == pytest.approx(digits, abs=0.045)
+        assert entry["dev_accuracy"] != entry["test_accuracy"]
+        for accuracy in (entry["dev_accuracy"], entry["test_accuracy"]):
+            assert accuracy["majority"] == pytest.approx(0.168, abs=0.034)
+            assert accuracy["length"] == pytest.approx(0.168, abs=0.034)
+            assert accuracy["root operator"] == pytest.approx(0.365, abs=0.043)
+            assert accuracy["root operator and its digits"] == pytest.approx(digits, abs=0.045)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
         "listops, protocol=paper: ready. Source: generated, made from the generator; fingerprint"
     )
-    assert [line.split()[:2] for line in lines[3:6]] == [["train", "8,000"], ["dev", "2,000"], ["test", "10"]]
-    assert "root operator and its digits" in lines[6]
+    assert [line.split()[:2] for line in lines[3:6]] == [["train", "8,000"], ["dev", "2,000"], ["test", "2,001"]]
+    for line, start in zip(lines[6:8], ("  floors on dev (2,000 ", "  floors on test (2,001 "), strict=True):
+        assert line.startswith(start)
+        assert "root operator and its digits" in line
     # Once more, for one protocol: the other's floors stay.
     assert lra_data("doctor", "listops", "protocol=clean", *small).returncode == 0
     assert len(json.loads((tmp_path / "floors.json").read_text())["floors"]) == 2

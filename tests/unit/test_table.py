@@ -101,6 +101,48 @@ def test_a_gap_is_told_where_the_task_is_the_papers(make: Make) -> None:
     assert row(render([make("model=rfa", "task.data.length=1024")]), "rfa")[PAPER] == "37.15"
 
 
+def test_a_gap_beyond_the_noise_of_both_test_sets_is_told(make: Make) -> None:
+    """Newcombe's interval, by hand: 37% of ours is 34.91 to 39.14, the paper's 38.36% and 37.15% of as many."""
+    text = render([make("model=macformer_exp", accuracy=0.37), make("model=rfa", accuracy=0.5)])
+    said = re.search(r"listops: accuracy minus the paper's, .+", text)
+    assert said
+    assert re.findall(r"(\w+) ([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", said[0]) == [
+        ("rfa", "+12.85", "+9.79", "+15.88"),
+        ("macformer_exp", "-1.36", "-4.35", "+1.65"),
+    ]
+    assert said[0].endswith("; beyond that noise: rfa.")
+    assert "accuracy minus the paper's" not in render([make("model=rfa", "trainer=cpu")])  # another task
+
+
+def test_without_the_transformer_it_is_told_what_each_row_took(make: Make) -> None:
+    runs = [make("model=rfa", seconds=90.0, peak=2**30), make("model=macformer_exp", seconds=60.0, peak=2**20)]
+    assert "2,000 examples; rfa took 1:30 and 1,024 MiB, macformer_exp took 1:00 and 1 MiB." in render(runs)
+    assert "2,000 examples; the Transformer took 2:00 and 1 MiB." in render(
+        [*runs, make("model=transformer", seconds=120.0, peak=2**20)]
+    )
+
+
+def test_settings_stand_in_one_table_with_what_sets_them_apart(make: Make) -> None:
+    runs = [
+        make("model=rfa", "pad=trim", accuracy=0.5, seconds=90.0),
+        make("model=rfa", "pad=trim", "seed=1", accuracy=0.6),
+        make("model=rfa", "pad=trim", "protocol.pooling=masked", accuracy=0.38),
+        make("model=rfa", "pad=trim", "trainer.learning_rate=0.01", "model.attention.features=64", accuracy=0.3),
+    ]
+    text = table.settings(cells.tables(runs, FLOORS, BENCH), runs, ["a problem"])
+    assert text.startswith("**Settings side by side, on Test CPU")
+    assert "In all of them: NOT the paper's protocol: pad = trim (paper: full)**" in text
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| rfa" in line]
+    assert sorted(each[1:5] for each in rows) == [
+        ["rfa", "nothing", "55.00 ± 7.07 (n=2) †", "0.00 to 100.00"],
+        ["rfa", "protocol pooling = masked", "38.00 (n=1) †", "35.90 to 40.15"],
+        ["rfa (attention.features=64)", "trainer learning_rate = 0.01", "30.00 (n=1) †", "28.03 to 32.05"],
+    ]
+    assert {each[5] for each in rows} == {"39.00 (root operator)"}
+    assert "- a problem" in text
+    assert "no runs yet" in table.settings([], [], [])
+
+
 def test_weights_chosen_on_test_examples_are_told(make: Make) -> None:
     said = "text: dev is the test split, as in the base code: the weights were chosen on test examples."
     assert said in render([make("model=rfa", "task=text")])
@@ -401,7 +443,12 @@ def test_floors_of_other_data_do_not_count_but_the_majority_does(make: Make) -> 
 
 def test_floors_of_shortened_data_do_not_count_for_the_papers_values(make: Make) -> None:
     """Whatever the number of their examples."""
-    short = FLOORS[0] | {"whole": False, "fingerprint": "g", "train_examples": 10**6, "dev_accuracy": {"majority": 0.9}}
+    short = FLOORS[0] | {
+        "whole": False,
+        "fingerprint": "g",
+        "train_examples": 10**6,
+        "test_accuracy": {"majority": 0.9},
+    }
     assert row(render([make("model=rfa", accuracy=0.42)], [*FLOORS, short]), "rfa")[PAPER] == "37.15 † (+4.85)"
     assert "†" not in row(render([make("model=rfa", accuracy=0.42)], [short]), "rfa")[PAPER]
 
@@ -551,9 +598,9 @@ def test_the_table_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def committed() -> list[records.Record]:
+def committed(folder: str = "results") -> list[records.Record]:
     """Those of LRA; not those that you have not committed."""
-    listed = subprocess.run(["git", "ls-files", "results/runs"], capture_output=True, text=True, cwd=ROOT)
+    listed = subprocess.run(["git", "ls-files", f"{folder}/runs"], capture_output=True, text=True, cwd=ROOT)
     if listed.returncode:
         pytest.skip("not a git checkout: cannot tell the committed records from yours")
     found = (records.read(ROOT / name) for name in listed.stdout.split())
@@ -569,4 +616,12 @@ def test_the_committed_tables_are_those_that_the_records_give(ending: str) -> No
 
 def test_the_table_in_the_readme_is_the_committed_one() -> None:
     text = (ROOT / "results" / "tables" / "table2.md").read_text()
+    assert text in (ROOT / "README.md").read_text(), "run `make table`: it writes the table into the README"
+
+
+def test_the_committed_settings_are_those_that_the_records_give() -> None:
+    found = committed("results/ablations")
+    text = table.settings(cells.tables(found, cells.floors(), cells.bench()), found, [])
+    file = ROOT / "results" / "ablations" / "tables" / "settings.md"
+    assert file.read_text() == text, "run `make table` and commit what it writes"
     assert text in (ROOT / "README.md").read_text(), "run `make table`: it writes the table into the README"
