@@ -1,4 +1,7 @@
-"""python scripts/table.py [FOLDER]: the records below FOLDER/runs as Table 2, on the screen and in FOLDER/tables."""
+"""python scripts/table.py [FOLDER]: the records below FOLDER/runs as Table 2, on the screen and in FOLDER/tables.
+
+With --settings as one table for each task, a row for each model and setting.
+"""
 
 import argparse
 import sys
@@ -31,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
     parser.add_argument(
-        "--settings", action="store_true", help="for a sweep over settings: one table, a row for each model and setting"
+        "--settings", action="store_true", help="for a sweep over settings: a row for each model and setting"
     )
     arguments = parser.parse_args()
     folder: Path = arguments.folder

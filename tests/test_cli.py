@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,6 +231,20 @@ def test_table_writes_what_it_prints(tmp_path: Path) -> None:
     done = program("scripts/table.py", str(tmp_path))
     assert done.returncode == 0
     assert done.stdout.startswith((tmp_path / "tables" / "table2.md").read_text())
+
+
+def test_table_of_settings(tmp_path: Path) -> None:
+    file = tmp_path / "runs" / "listops" / "rfa" / "a.json"
+    file.parent.mkdir(parents=True)
+    shutil.copy(next((ROOT / "results" / "runs" / "listops" / "rfa").glob("*.json")), file)
+    readme = (ROOT / "README.md").read_text()
+    done = program("scripts/table.py", str(tmp_path), "--settings")
+    assert done.returncode == 0
+    assert done.stdout.startswith((tmp_path / "tables" / "settings.md").read_text())
+    assert "| rfa " in done.stdout
+    again = f"{tmp_path}/tables: settings.md; after more runs: python scripts/table.py {tmp_path} --settings"
+    assert done.stdout.endswith(f"written to {again}\n")
+    assert (ROOT / "README.md").read_text() == readme  # which shows another folder
 
 
 def test_wandb_offline_needs_no_login(tmp_path: Path) -> None:

@@ -98,9 +98,10 @@ class Column:
     """One task of a table."""
 
     task: str
+    conditions: list[str]  # what differs from the paper's protocol, as far as it is this task's
     cells: dict[str, Cell]  # by row
     floors: dict[str, float]  # what cheap predictors reach on test; the majority class alone if nobody measured that
-    floors_of: str  # on what they were measured
+    floors_of: str  # how many examples, and the standard error
     dev_floors: dict[str, float]  # the same on dev, where curves are taken; empty if nobody measured that
     noise: Noise | None
     twins_differ: list[int]  # seeds at which exp and trigh, the same model, have different outcomes
@@ -345,6 +346,7 @@ def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dic
     one, other = (seeded.get(twin, {}) for twin in TWINS)
     return Column(
         task=task,
+        conditions=list(dict.fromkeys(condition for run in runs for condition in run.shared + run.own)),
         cells=cells,
         floors=known,
         floors_of=_floors_of(measured) if known else "",
@@ -392,7 +394,7 @@ def _measure(cell: Cell, baseline: list[Record], outcomes: Outcomes, floor: floa
     cell.beats_floor = cell.low > floor
     gap = cell.gap("accuracy")
     if gap is not None and cell.paper_low is not None and cell.paper_high is not None:
-        ours, theirs = cell.accuracy.value, cell.paper["accuracy"]  # two test sets: the squares of the distances add up
+        ours, theirs = cell.accuracy.value, cell.paper["accuracy"]  # Newcombe: as if of two test sets
         cell.gap_low = gap - math.hypot(ours - cell.low, cell.paper_high - theirs)
         cell.gap_high = gap + math.hypot(cell.high - ours, theirs - cell.paper_low)
 
@@ -410,16 +412,16 @@ def _ratio(ours: list[float], theirs: list[float]) -> Measure | None:
 
 
 def _floors(task: str, floors: list[dict[str, Any]]) -> dict[str, Any]:
-    """Those of the most training examples; empty if there are none."""
-    fitting = [floor for floor in floors if floor["task"] == task]
+    """Those of the most training examples; empty if there are none. Older ones were not measured on test."""
+    fitting = [floor for floor in floors if floor["task"] == task and "test_accuracy" in floor]
     return max(fitting, key=lambda floor: floor["train_examples"], default={})
 
 
 def _floors_of(measured: dict[str, Any]) -> str:
-    """On what they were measured, and how well."""
+    """On how much they were measured, and how well."""
     highest, examples = max(measured["test_accuracy"].values()), measured["test_examples"]
     error = 100 * (highest * (1 - highest) / examples) ** 0.5
-    return f"test, {examples:,} examples (standard error of the best: {error:.1f})"
+    return f"{examples:,} examples (standard error of the best: {error:.1f})"
 
 
 def _raced(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -169,7 +169,7 @@ def _curves(name: str, column: Column, warning: str) -> Drawn:
         "loss is the mean since the evaluation before."
     )
     if column.dev_floors:
-        caption += " Floors: what cheap predictors reach on the dev split."
+        caption += " Floors: what cheap predictors reach on the whole dev split, of which the curves may take a part."
     return saved(name, figure, title, caption)
 
 
@@ -273,7 +273,7 @@ def _accuracy_over_time(name: str, table: Table, warning: str) -> Drawn:
     caption = (
         "Left and up is better. Ours are filled, with the 95% interval of the accuracy over seeds and test examples "
         "and the standard deviation of the time over seeds. The paper's are hollow, with the 95% interval that the "
-        "size of its test set gives. The dashed line is what the best cheap predictor reaches."
+        "size of its test set gives. The dashed line is what the best cheap predictor reaches on test."
     )
     return saved(name, figure, title, caption)
 

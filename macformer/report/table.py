@@ -12,7 +12,7 @@ import pandas as pd
 
 from macformer.progress import duration, mebibytes
 from macformer.record import Record
-from macformer.report.cells import BASELINE, Cell, Column, Measure, Race, Table
+from macformer.report.cells import BASELINE, TASKS, Cell, Column, Measure, Race, Table
 from macformer.report.statistics import LEVEL, TWINS, Comparison
 
 MEASURES = ("time", "memory", "accuracy")
@@ -26,12 +26,13 @@ LEGEND = (
     "Beside each stands the paper's value and, if the task is the paper's, the gap, ours minus the paper's. **Bold** "
     "(*italic*) is better (worse) than the Transformer: Holm-corrected p below 0.05 by a bootstrap over test examples "
     f"and the seeds' spread, by more than the noise floor, with two seeds or more. {DAGGER}: not above the best "
-    "floor, the interval considered. Floors are what cheap predictors reach, for the paper's values under its protocol."
+    "floor, the interval considered. Floors are what cheap predictors reach on test, for the paper's values under its "
+    "protocol."
 )
 LEGEND_OF_SETTINGS = (
-    "Means over n seeds. With one seed the interval covers the test set, not the noise of training. "
-    f"{DAGGER}: not above the best floor (what the best cheap predictor reaches on the same test split), the interval "
-    "considered. Time is that of all training steps, in separate runs: no race."
+    "Accuracies in percent, ± and bold as in Table 2. With one seed the interval covers the test set, not the noise of "
+    f"training. {DAGGER}: not above the best floor (what the best cheap predictor reaches on the same test split), the "
+    "interval considered. Time is that of all training steps, in separate runs: no race."
 )
 
 
@@ -62,38 +63,44 @@ def _failures(found: list[Record], problems: list[str]) -> list[str]:
 
 def settings(tables: list[Table], found: list[Record], problems: list[str]) -> str:
     """A row for each model in each setting: for sweeps over settings, of which each would be a table of its own."""
-    ran = [table for table in tables if table.machine]
-    if not ran:
-        return "\n\n".join(["**Settings side by side: no runs yet**", *_failures(found, problems)]) + "\n"
-    common = [condition for condition in ran[0].conditions if all(condition in table.conditions for table in ran)]
-    rows: list[dict[str, str]] = []
-    for table in ran:
-        own = [condition.partition(" (paper: ")[0] for condition in table.conditions if condition not in common]
-        for column, cell in table.cells:
-            if not cell.runs:
-                continue
-            floor = max(column.floors, key=lambda name: column.floors[name])
+    placed: dict[str, list[tuple[Table, Column]]] = {task: [] for task in TASKS}
+    for table in tables:
+        for column in table.columns:
+            placed.setdefault(column.task, []).extend([(table, column)] if column.runs else [])
+    parts = [part for task, columns in placed.items() if columns for part in _settings(task, columns)]
+    parts = parts or ["**Settings side by side: no runs yet**"]
+    return "\n\n".join([*parts, *_failures(found, problems), LEGEND_OF_SETTINGS]) + "\n"
+
+
+def _settings(task: str, placed: list[tuple[Table, Column]]) -> list[str]:
+    """Title, rows and notes of one task."""
+    changes = [[*column.conditions, f"on {table.machine}"] for table, column in placed]
+    common = [change for change in changes[0] if all(change in each for each in changes)]
+    rows = []
+    for (_, column), own in zip(placed, changes, strict=True):
+        besides = "; ".join(change.partition(" (paper: ")[0] for change in own if change not in common)
+        floor = max(column.floors, key=lambda name: column.floors[name])
+        for cell in column.cells.values():
             best = [100 * run.quality.dev_accuracy for run in cell.runs if run.quality]
-            rows.append(
-                {
-                    "task": column.task,
+            if best and cell.seconds:
+                shown = {
                     "model": cell.row,
-                    "what differs": "; ".join(own) or "nothing",
+                    "besides": besides or "-",
+                    "data": f"{cell.runs[0].data.source} {cell.runs[0].data.fingerprint[:8]}",
                     "test accuracy": _accuracy(cell),
                     "95% interval": _interval(cell),
                     "best floor": f"{100 * column.floors[floor]:.2f} ({floor})",
                     "best dev accuracy": f"{mean(best):.2f}",
-                    "time": duration(cell.seconds or 0),
+                    "time": duration(cell.seconds),
                 }
-            )
-    shown = pd.DataFrame(rows).sort_values("task", kind="stable")
-    body = shown.to_markdown(index=False, colalign=["left"] * 3 + ["right"] * 5, disable_numparse=True)
-    machines = " and ".join(dict.fromkeys(str(table.machine) for table in ran))
-    changed = (
-        f"NOT the paper's protocol: {'; '.join(common)}" if common else "the paper's protocol but for what differs"
+                rows.append({key: value.replace("|", "\\|") for key, value in shown.items()})
+    body = pd.DataFrame(rows).to_markdown(index=False, colalign=["left"] * 3 + ["right"] * 5, disable_numparse=True)
+    which = "none" if all(column.conditions for _, column in placed) else "not all"
+    head = (
+        f"**{task}: settings side by side, {which} of them the paper's protocol. In all: {'; '.join(common) or '-'}**"
     )
-    head = f"**Settings side by side, on {machines}. In all of them: {changed}**"
-    return "\n\n".join([head, body, *_failures(found, problems), LEGEND_OF_SETTINGS]) + "\n"
+    notes = _about_runs(task, [run for _, column in placed for run in column.runs])
+    return [head, body, *(["\n".join(f"- {line}" for line in notes)] if notes else [])]
 
 
 def title(table: Table) -> str:
@@ -262,33 +269,37 @@ def _notes(column: Column) -> list[str]:
             if cell.seconds and cell.peak_bytes
         )
         lines.append(f"{column.task}: {data.source} data, {sizes} examples; {absolute}.")
-        if runs[0].config["task"]["data"].get("dev") == "test":
-            lines.append(
-                f"{column.task}: dev is the test split, as in the base code: the weights were chosen on test examples."
-            )
-        again = sum(len(run.sessions) > 1 for run in runs)
-        if again:
-            lines.append(f"{column.task}: {again} of {len(runs)} runs were stopped and taken up again.")
-        commits = sorted({f"{str(run.code.commit)[:8]}{' with changes' if run.code.dirty else ''}" for run in runs})
-        if len(commits) > 1:
-            lines.append(f"{column.task}: the runs are of several commits: {', '.join(commits)}.")
-        shared = sum("sweep=joblib" in run.overrides for run in runs)
-        if shared:
-            lines.append(
-                f"{column.task}: {shared} of {len(runs)} runs had others beside them (sweep=joblib): "
-                "their times are no race."
-            )
+        lines += _about_runs(column.task, runs)
         if any(len(cell.runs) == 1 for cell in column.cells.values()):
             lines.append(f"{column.task}: with one seed the interval covers the test set, not the noise of training.")
         lines += _noise(column)
         lines += _gaps(column)
     if column.floors:
-        lines.append(f"{column.task}: the floors were measured on {column.floors_of}.")
+        lines.append(f"{column.task}: the floors were measured on test, {column.floors_of}.")
+    return lines
+
+
+def _about_runs(task: str, runs: list[Record]) -> list[str]:
+    """What their accuracies and times must be read with."""
+    lines = []
+    if any(run.config["task"]["data"].get("dev") == "test" for run in runs):
+        lines.append(f"{task}: dev is the test split, as in the base code: the weights were chosen on test examples.")
+    again = sum(len(run.sessions) > 1 for run in runs)
+    if again:
+        lines.append(f"{task}: {again} of {len(runs)} runs were stopped and taken up again.")
+    commits = sorted({f"{str(run.code.commit)[:8]}{' with changes' if run.code.dirty else ''}" for run in runs})
+    if len(commits) > 1:
+        lines.append(f"{task}: the runs are of several commits: {', '.join(commits)}.")
+    shared = sum("sweep=joblib" in run.overrides for run in runs)
+    if shared:
+        lines.append(
+            f"{task}: {shared} of {len(runs)} runs had others beside them (sweep=joblib): their times are no race."
+        )
     return lines
 
 
 def _gaps(column: Column) -> list[str]:
-    """Ours against the paper's, as far as two test sets can tell."""
+    """Ours against the paper's, as far as the sizes of the test sets can tell."""
     gaps = {
         row: (100 * gap, 100 * cell.gap_low, 100 * cell.gap_high)
         for row, cell in column.cells.items()

@@ -122,6 +122,20 @@ def test_without_the_transformer_it_is_told_what_each_row_took(make: Make) -> No
     )
 
 
+def test_floors_that_were_not_measured_on_test_do_not_count(make: Make) -> None:
+    old = {key: value for key, value in FLOORS[0].items() if not key.startswith("test_")}
+    text = render([make("model=rfa")], [old])
+    assert row(text, "floor: majority")[ACCURACY] == "17.00"
+    assert "floor: root operator" not in text
+
+
+def settings(runs: list[records.Record], *problems: str) -> tuple[list[str], list[list[str]]]:
+    """The lines of such a table, and the cells of its rows."""
+    text = table.settings(cells.tables(runs, FLOORS, BENCH), runs, list(problems))
+    lines = text.splitlines()
+    return lines, [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| rfa")]
+
+
 def test_settings_stand_in_one_table_with_what_sets_them_apart(make: Make) -> None:
     runs = [
         make("model=rfa", "pad=trim", accuracy=0.5, seconds=90.0),
@@ -129,18 +143,57 @@ def test_settings_stand_in_one_table_with_what_sets_them_apart(make: Make) -> No
         make("model=rfa", "pad=trim", "protocol.pooling=masked", accuracy=0.38),
         make("model=rfa", "pad=trim", "trainer.learning_rate=0.01", "model.attention.features=64", accuracy=0.3),
     ]
-    text = table.settings(cells.tables(runs, FLOORS, BENCH), runs, ["a problem"])
-    assert text.startswith("**Settings side by side, on Test CPU")
-    assert "In all of them: NOT the paper's protocol: pad = trim (paper: full)**" in text
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| rfa" in line]
-    assert sorted(each[1:5] for each in rows) == [
-        ["rfa", "nothing", "55.00 ± 7.07 (n=2) †", "0.00 to 100.00"],
-        ["rfa", "protocol pooling = masked", "38.00 (n=1) †", "35.90 to 40.15"],
-        ["rfa (attention.features=64)", "trainer learning_rate = 0.01", "30.00 (n=1) †", "28.03 to 32.05"],
+    lines, rows = settings(runs, "a problem")
+    assert lines[0] == (
+        "**listops: settings side by side, none of them the paper's protocol. "
+        "In all: pad = trim (paper: full); on Test CPU (1 thread, float32, torch 2)**"
+    )
+    assert [each[:5] for each in rows] == [
+        ["rfa", "-", "generated f", "55.00 ± 7.07 (n=2) †", "0.00 to 100.00"],
+        ["rfa", "protocol pooling = masked", "generated f", "38.00 (n=1) †", "35.90 to 40.15"],
+        [
+            "rfa (attention.features=64)",
+            "trainer learning_rate = 0.01",
+            "generated f",
+            "30.00 (n=1) †",
+            "28.03 to 32.05",
+        ],
     ]
-    assert {each[5] for each in rows} == {"39.00 (root operator)"}
-    assert "- a problem" in text
-    assert "no runs yet" in table.settings([], [], [])
+    assert [each[5:] for each in rows] == [
+        ["39.00 (root operator)", "55.00", "50.0 s"],
+        ["39.00 (root operator)", "38.00", "10.0 s"],
+        ["39.00 (root operator)", "30.00", "10.0 s"],
+    ]
+    assert "- a problem" in lines
+
+
+def test_settings_of_several_tasks_and_machines(make: Make) -> None:
+    """Each task has its own table, in the paper's order; a task's own changes do not stand in another's rows."""
+    listops = [make("model=rfa", "trainer=cpu", "task.learning_rate=0.01"), make("model=rfa", "trainer=cpu")]
+    fast = listops[0].environment.model_copy(update={"device_name": "Fast CPU"})
+    listops.append(listops[0].model_copy(update={"environment": fast, "run_id": "listops.rfa.0.fast"}))
+    runs = [*listops, make("model=rfa", "trainer=cpu", "task=text")]
+    lines, rows = settings(runs)
+    heads = [line for line in lines if line.startswith("**")]
+    assert [head.partition(":")[0] for head in heads] == ["**text", "**listops"]
+    assert "text" not in heads[1]
+    assert "listops data.length = 152 (paper: 2048)" in heads[1]
+    test, slow, fast_row = "on Test CPU (1 thread, float32, torch 2)", "listops learning_rate = 0.001", "on Fast CPU"
+    assert rows[0][1] == "-"
+    assert {each[1].partition("; ")[0] for each in rows[1:]} == {slow, "listops learning_rate = 0.01"}
+    assert sorted(each[1].rpartition("; ")[2] for each in rows[1:]) == [
+        f"{fast_row} (1 thread, float32, torch 2)",
+        test,
+        test,
+    ]
+    assert "- text: dev is the test split" in "\n".join(lines)
+
+
+def test_settings_without_a_finished_run(make: Make) -> None:
+    lines, rows = settings([make("model=rfa", status="oom")])
+    assert lines[0] == "**Settings side by side: no runs yet**"
+    assert not rows
+    assert any(" ended as oom" in line for line in lines)
 
 
 def test_weights_chosen_on_test_examples_are_told(make: Make) -> None:
