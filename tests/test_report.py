@@ -243,14 +243,23 @@ def test_figures_follow_the_numbers(results: Path) -> None:
     assert changed() == {"accuracy"}
     cell.low += 0.01
     assert not changed()
-    cell.time.spread = 0.3
+    spread, cell.time.spread = cell.time.spread, 0.3
     assert changed() == {"bars", "accuracy"}
-    cell.time.spread = None
+    cell.time.spread = spread
     column.floors = {"majority": 0.5}
     assert changed() == {"accuracy"}
     column.floors, column.dev_floors = FLOORS, {"majority": 0.5}
     assert changed() == {"curves"}
     column.dev_floors = FLOORS
+    assert cell.race  # without runs of the Transformer the point stands at the raced time
+    was, cell.time = (cell.time, cell.race.time), None
+    pictures = []
+    for time in (cell.race.time, (cell.race.time + cell.race.high) / 2):
+        cell.race.time = time
+        (picture,) = (figure.png for figure in figures.draw(1, table) if "accuracy" in figure.name)
+        pictures.append(picture)
+    assert pictures[0] != pictures[1]
+    cell.time, cell.race.time = was
     cell.runs[0].history[5].dev_accuracy = 0.9
     assert "curves" in changed()
 
