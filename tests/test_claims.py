@@ -144,7 +144,7 @@ def accuracies(task: str, sign: int = 1, half: float = 0.001) -> Finding:
         difference = sign * (PAPER["accuracy"][task][model] - PAPER["accuracy"][task]["transformer"]) / 100
         versus = Comparison(difference, difference - half, difference + half, p=0.001)
         compared[model] = cells.Cell(model, model, versus=versus, supported=abs(difference) > half)
-    return experiments.accuracy_order(task, cells.Column(task, compared, {}, "", None, [], [], []))
+    return experiments.accuracy_order(task, cells.Column(task, [], compared, {}, "", {}, None, [], [], []))
 
 
 def peaks(**changes: int) -> list[Finding]:
