@@ -37,10 +37,10 @@ except ImportError:
 
 from lra_data.base import TaskSpec
 from macformer import KernelAttention, PreSBN, RFAttention, RMFAttention, SoftmaxAttention
-from macformer import config as configs
-from macformer import device as devices
-from macformer import record as records
 from macformer.features import Sampling
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness import record as records
 from macformer.linear import FLOOR, plain_attention
 
 ROOT = Path(__file__).parent.parent

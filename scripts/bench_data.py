@@ -28,8 +28,8 @@ import numpy as np
 
 from lra_data import base, listops, retrieval
 from lra_data.base import Split, TaskSpec
-from macformer import device as devices
-from macformer import record as records
+from macformer.harness import device as devices
+from macformer.harness import record as records
 
 ROOT = Path(__file__).parent.parent
 BATCH, LENGTH, TEXT = 16, 4096, 4000

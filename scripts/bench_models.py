@@ -47,11 +47,11 @@ from torch.nn import functional as F
 from lra_data import listops, retrieval, text
 from lra_data.base import DataError, Task, TaskSpec
 from macformer import RFAttention, RMFAttention, SoftmaxAttention
-from macformer import config as configs
-from macformer import device as devices
-from macformer import record as records
-from macformer.loop import CLIP, EPS
-from macformer.progress import duration, mebibytes
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness import record as records
+from macformer.harness.loop import CLIP, EPS
+from macformer.harness.progress import duration, mebibytes
 from scripts.bench_attention import flop as attention_flop
 from scripts.table import find_block, write_block
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from hydra import compose, initialize_config_dir
 
-from macformer import config as configs
-from macformer import record as records
+from macformer.harness import config as configs
+from macformer.harness import record as records
 from macformer.report.cells import MODELS, ROOT, TASKS
 
 SEEDS, ROUNDS = 48, 5

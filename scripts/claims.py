@@ -22,16 +22,16 @@ import torch
 from torch import nn
 
 from lra_data.base import TaskSpec
-from macformer import config as configs
-from macformer import device as devices
-from macformer import record as records
-from macformer.claims import experiments
-from macformer.claims.as_published import OneByOne, RunningSum, StepwiseSoftmax
-from macformer.claims.cost import cost
-from macformer.claims.finding import LEVEL, MEANING, Finding, Verdict
-from macformer.claims.similarity import similarity
-from macformer.claims.theorems import theorem1, theorem2, theorem3
-from macformer.progress import duration
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness import record as records
+from macformer.harness.progress import duration
+from macformer.paper import experiments
+from macformer.paper.as_published import OneByOne, RunningSum, StepwiseSoftmax
+from macformer.paper.cost import cost
+from macformer.paper.finding import LEVEL, MEANING, Finding, Verdict
+from macformer.paper.similarity import similarity
+from macformer.paper.theorems import theorem1, theorem2, theorem3
 from macformer.report import cells
 from scripts import bench_models
 from scripts.table import find_block, write_block

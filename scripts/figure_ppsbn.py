@@ -23,14 +23,14 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from lra_data.base import DataError
-from macformer import config as configs
-from macformer import record as records
-from macformer.cell import Cell
-from macformer.claims import experiments
+from macformer.harness import config as configs
+from macformer.harness import record as records
+from macformer.harness.plan import Cell
+from macformer.paper import experiments
 from scripts.table import find_block, write_block
 
 try:
-    from macformer.report import epochs
+    from macformer.paper import epochs
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures]' (make setup does)")
 

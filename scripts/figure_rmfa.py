@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from macformer import device as devices
-from macformer import record as records
-from macformer.claims import random_data
-from macformer.claims.random_data import Sample, Settings
-from macformer.progress import Screen, duration
+from macformer.harness import device as devices
+from macformer.harness import record as records
+from macformer.harness.progress import Screen, duration
+from macformer.paper import random_data
+from macformer.paper.random_data import Sample, Settings
 
 try:
-    from macformer.report import maps
+    from macformer.paper import maps
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures]' (make setup does)")
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from macformer import record as records
+from macformer.harness import record as records
 from macformer.report import cells
 
 try:

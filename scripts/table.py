@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from macformer import record as records
+from macformer.harness import record as records
 from macformer.report import cells, table
 
 README = cells.ROOT / "README.md"

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from lra_data import multi30k
 from lra_data.base import DataError
-from macformer import checkpoint as checkpoints
-from macformer import config as configs
-from macformer import device as devices
-from macformer.loop import CannotRun, load_weights
-from macformer.translation import search
+from macformer.harness import checkpoint as checkpoints
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness.loop import CannotRun, load_weights
+from macformer.paper import multi30k
+from macformer.paper.translation import search
 
 FAR = 100  # tokens of a source; in the training split none has 80
 MOST = 64  # beams

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, open_dict
 
-from macformer.config import explain
+from macformer.harness.config import explain
 
 ROOT = Path(__file__).parent.parent
 MODELS = sorted(file.stem for file in (ROOT / "configs" / "model").glob("*.yaml"))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lra_data.base import TaskSpec
-from macformer import config as configs
 from macformer.attention import RMFAttention
+from macformer.harness import config as configs
 from scripts import bench_attention as bench
 from scripts import bench_models as models
 from tests.conftest import ROOT

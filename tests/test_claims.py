@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lra_data import listops, retrieval
 from macformer.attention import RMFAttention, SoftmaxAttention
-from macformer.claims import cost, experiments, similarity, theorems
-from macformer.claims.as_published import OneByOne, RunningSum, StepwiseSoftmax
-from macformer.claims.finding import LEVEL, Finding, Interval, at_most, binomial, is_nothing, slopes, student, worst
 from macformer.kernels import KERNELS, Kernel
+from macformer.paper import cost, experiments, similarity, theorems
+from macformer.paper.as_published import OneByOne, RunningSum, StepwiseSoftmax
+from macformer.paper.finding import LEVEL, Finding, Interval, at_most, binomial, is_nothing, slopes, student, worst
 from macformer.ppsbn import PreSBN
 from macformer.report import cells
 from macformer.report.cells import MODELS, PAPER, TASKS
@@ -438,7 +438,7 @@ def test_a_race_on_a_part_of_the_batch_says_so() -> None:
 
 def test_intervals_miss_as_seldom_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a level of 10%: in 2,000 trials 200 misses, give or take 70 (5 standard deviations: 1 in 1.7 million)."""
-    monkeypatch.setattr("macformer.claims.finding.LEVEL", 0.1)
+    monkeypatch.setattr("macformer.paper.finding.LEVEL", 0.1)
     rng = np.random.default_rng(0)
     intervals = [student(rng.normal(3, 2, 8).tolist()) for _ in range(2000)]
     assert 130 < sum(not i.low <= 3 <= i.high for i in intervals) < 270

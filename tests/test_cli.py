@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from macformer import record as records
+from macformer.harness import record as records
 from tests import forked
 from tests.conftest import ROOT
 
@@ -138,7 +138,7 @@ def test_a_bug_in_a_sweep_is_listed_and_shown(tmp_path: Path) -> None:
     """The second run has it, the first diverges: neither hides the other."""
     broken = """
 import runpy, sys
-from macformer.trainer import Trainer
+from macformer.harness.trainer import Trainer
 fit = Trainer.fit
 def bug(self, *args):
     if self.learning_rate < 1:
@@ -185,7 +185,7 @@ def test_an_interrupted_sweep_over_processes_saves_all_its_runs(tmp_path: Path) 
 def test_a_record_for_a_person(tmp_path: Path) -> None:
     assert forked.run("train.py", *TINY, *paths(tmp_path)).returncode == 0
     (file,) = (tmp_path / "results").rglob("*.json")
-    shown = program("-m", "macformer.record", "show", str(file)).stdout
+    shown = program("-m", "macformer.harness.record", "show", str(file)).stdout
     record = records.read(file)
     for part in (
         *(record.run_id, "generated: 64 / 8 / 8 examples", "test accuracy", "peak memory of training", "harness"),
@@ -193,7 +193,7 @@ def test_a_record_for_a_person(tmp_path: Path) -> None:
     ):
         assert part in shown
     assert "correct" not in shown
-    missing = program("-m", "macformer.record", "show", "nosuch.json")
+    missing = program("-m", "macformer.harness.record", "show", "nosuch.json")
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: ")
     assert "nosuch.json" in missing.stderr

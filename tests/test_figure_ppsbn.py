@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from macformer import record as records
-from macformer.claims import experiments
-from macformer.report import epochs
+from macformer.harness import record as records
+from macformer.paper import epochs, experiments
 from scripts import figure_ppsbn as script
 from scripts import translate
 from scripts.table import README

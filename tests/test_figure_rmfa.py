@@ -13,10 +13,9 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from macformer import KernelAttention, RMFAttention, SoftmaxAttention
-from macformer.claims import random_data
-from macformer.claims.random_data import Settings
 from macformer.linear import plain_attention
-from macformer.report import maps
+from macformer.paper import maps, random_data
+from macformer.paper.random_data import Settings
 from scripts import figure_rmfa as script
 from tests.conftest import ROOT
 

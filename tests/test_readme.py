@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-import train
+from macformer.harness.run import run
 from macformer.kernels import KERNELS, Kernel
 from tests.conftest import ROOT
 from tests.unit import test_features, test_kernels, test_linear
@@ -95,7 +95,7 @@ def test_the_example_of_a_kernel_is_all_that_a_kernel_needs(
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(tmp_path / "configs"), version_base="1.3"):
         config.model = compose("train", [f"model={name}"]).model
-    record = train.run(config, [])
+    record = run(config, [])
     assert record.status == "ok"
     assert record.model == name
 

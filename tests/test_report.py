@@ -20,8 +20,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from matplotlib.image import imread
 
-from macformer import config as configs
-from macformer import record as records
+from macformer.harness import config as configs
+from macformer.harness import record as records
 from macformer.report import cells, figures, page
 from scripts import report
 from scripts.bench_table import made_up

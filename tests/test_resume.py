@@ -13,9 +13,9 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-import train
-from macformer import checkpoint as checkpoints
-from macformer import record as records
+from macformer.harness import checkpoint as checkpoints
+from macformer.harness import record as records
+from macformer.harness.run import run
 from tests import forked
 
 # What could be forgotten in a checkpoint is in it: dropout's random numbers, redrawn features, running averages.
@@ -82,9 +82,9 @@ def test_killed_at_many_moments(unharmed: tuple[records.Record, list[float], str
         ("torch.optim:AdamW.step", 18),
         ("torch.save", 2),  # in the middle of writing
         ("os.replace", 2),  # written, not renamed
-        ("macformer.trainer.evaluate", 1),
-        ("macformer.trainer.evaluate", 4),  # that of the test split
-        ("macformer.checkpoint:Checkpoint.finish", 1),  # the record is there
+        ("macformer.harness.trainer.evaluate", 1),
+        ("macformer.harness.trainer.evaluate", 4),  # that of the test split
+        ("macformer.harness.checkpoint:Checkpoint.finish", 1),  # the record is there
     ):
         killed = forked.run("-c", SUICIDE, "SIGKILL", where, str(count), *arguments(tmp_path))
         assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -136,7 +136,7 @@ def test_force_repeats_a_finished_run_and_goes_on_with_a_repeat_that_was_stopped
     cell: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = "trainer.steps=18", "trainer.checkpoint_every=4", "trainer.evaluate_every=100"
-    first = train.run(cell("listops", "rfa", *changes), [])
+    first = run(cell("listops", "rfa", *changes), [])
     assert first is not None
     step, calls = torch.optim.AdamW.step, []
 
@@ -150,7 +150,7 @@ def test_force_repeats_a_finished_run_and_goes_on_with_a_repeat_that_was_stopped
     capsys.readouterr()
     for _ in range(2):
         with contextlib.suppress(KeyboardInterrupt):
-            again = train.run(cell("listops", "rfa", *changes, "force=true"), [])
+            again = run(cell("listops", "rfa", *changes, "force=true"), [])
     assert re.findall("going on from step (\\d+)", capsys.readouterr().out) == ["8"]
     assert len(calls) == 11 + 12
     assert again is not None
@@ -162,8 +162,8 @@ def test_force_begins_anew_even_if_the_finished_run_was_killed_before_it_said_so
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.Checkpoint, "finish", lambda checkpoint, steps: None)
-        train.run(cell("listops", "rfa"), [])
-    train.run(cell("listops", "rfa", "force=true"), [])
+        run(cell("listops", "rfa"), [])
+    run(cell("listops", "rfa", "force=true"), [])
     assert "going on" not in capsys.readouterr().out
 
 
@@ -179,7 +179,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
         write(file, state)
 
     monkeypatch.setattr(checkpoints, "write", full)
-    record = train.run(cell("listops", "rfa"), [])
+    record = run(cell("listops", "rfa"), [])
     assert record is not None
     assert record.status == "ok"
     assert "cannot be written, the run goes on without: No space left" in capsys.readouterr().err
@@ -189,22 +189,22 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
 def test_a_run_that_another_process_has_just_finished_is_not_repeated(
     cell: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = train.run(cell("listops", "rfa"), [])
+    record = run(cell("listops", "rfa"), [])
     looks = iter([None, record])
     monkeypatch.setattr(records, "finished", lambda file: next(looks))
-    monkeypatch.setattr("macformer.trainer.Trainer.fit", None)  # calling it would be an error
-    assert train.run(cell("listops", "rfa"), []) is record
+    monkeypatch.setattr("macformer.harness.trainer.Trainer.fit", None)  # calling it would be an error
+    assert run(cell("listops", "rfa"), []) is record
 
 
 def test_two_processes_do_not_work_on_one_run(cell: Callable[..., DictConfig], tmp_path: Path) -> None:
-    record = train.run(cell("listops", "rfa"), [])
+    record = run(cell("listops", "rfa"), [])
     assert record is not None
     run_id = record.run_id
     with (
         filelock.FileLock(tmp_path / "outputs" / run_id / "lock"),
         pytest.raises(checkpoints.CheckpointError, match=f"{run_id} is being trained by another process"),
     ):
-        train.run(cell("listops", "rfa", "force=true"), [])
+        run(cell("listops", "rfa", "force=true"), [])
 
 
 def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from macformer import config as configs
-from macformer import record as records
-from macformer import sweep
+from macformer.harness import config as configs
+from macformer.harness import record as records
+from macformer.harness import sweep
 from scripts.bench_table import made_up
 from tests import forked
 from tests.conftest import ROOT

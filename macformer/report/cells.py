@@ -24,8 +24,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
-from macformer import record as records
-from macformer.record import Record
+from macformer.harness import record as records
+from macformer.harness.record import Record
 from macformer.report import statistics
 from macformer.report.statistics import LEVEL, TWINS, Comparison, Noise, Outcomes
 

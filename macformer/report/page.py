@@ -8,9 +8,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from macformer import record as records
-from macformer.progress import duration, mebibytes
-from macformer.record import Record
+from macformer.harness import record as records
+from macformer.harness.progress import duration, mebibytes
+from macformer.harness.record import Record
 from macformer.report import table as texts
 from macformer.report.cells import Table
 from macformer.report.figures import Drawn

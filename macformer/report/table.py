@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from macformer.progress import duration, mebibytes
-from macformer.record import Record
+from macformer.harness.progress import duration, mebibytes
+from macformer.harness.record import Record
 from macformer.report.cells import BASELINE, TASKS, Cell, Column, Measure, Race, Table
 from macformer.report.statistics import LEVEL, TWINS, Comparison
 

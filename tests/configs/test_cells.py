@@ -9,8 +9,9 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-import train
-from macformer import config as configs
+from lra_data.base import DataError
+from macformer.harness import config as configs
+from macformer.harness.run import run
 from tests.conftest import MODELS, ROOT, TASKS
 
 Composed = Callable[..., DictConfig]
@@ -89,7 +90,7 @@ def test_the_paper_schedule_is_the_default(composed: Composed) -> None:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_on_every_task(model: str, task: str, cell: Callable[..., DictConfig]) -> None:
-    record = train.run(cell(task, model), [])
+    record = run(cell(task, model), [])
     assert record.status == "ok"
     assert record.steps_done == 10
     assert record.data.source == ("generated" if task == "listops" else "stand-in")
@@ -98,7 +99,7 @@ def test_every_model_trains_on_every_task(model: str, task: str, cell: Callable[
 @pytest.mark.parametrize("protocol", GROUPS["protocol"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_protocol_trains(protocol: str, task: str, cell: Callable[..., DictConfig]) -> None:
-    assert train.run(cell(task, "rfa", f"protocol={protocol}"), []).status == "ok"
+    assert run(cell(task, "rfa", f"protocol={protocol}"), []).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_what_does_not_fit_is_said_in_one_sentence(
     override: str, sentence: str, cell: Callable[..., DictConfig]
 ) -> None:
     with pytest.raises(configs.ConfigError, match=sentence) as error:
-        train.run(cell("listops", "macformer_exp", override), [])
+        run(cell("listops", "macformer_exp", override), [])
     assert "\n" not in str(error.value)
 
 
@@ -172,6 +173,6 @@ def test_a_missing_source_is_named_with_the_command(
     task: str, file: str, cell: Callable[..., DictConfig], tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty"
-    with pytest.raises(train.DataError, match=f"{empty}/{file}, which is not there.*python -m lra_data prepare {task}"):
-        train.run(cell(task, "rfa", f"paths.data={empty}"), [])
+    with pytest.raises(DataError, match=f"{empty}/{file}, which is not there.*python -m lra_data prepare {task}"):
+        run(cell(task, "rfa", f"paths.data={empty}"), [])
     assert not [path for path in empty.rglob("*") if path.is_file() and path.suffix != ".lock"]

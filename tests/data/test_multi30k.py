@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lra_data import hub, multi30k
+from lra_data import hub
 from lra_data.base import DataError
-from lra_data.multi30k import BEGIN, END, FILES, HUB_FILES, Batches, Corpus, Vocabulary
-from macformer import seq2seq, translation
+from macformer.paper import multi30k, seq2seq, translation
+from macformer.paper.multi30k import BEGIN, END, FILES, HUB_FILES, Batches, Corpus, Vocabulary
 from tests.conftest import ROOT, captions, write_multi30k
 
 ALL = {"train": None, "dev": None, "test": None}
@@ -318,7 +318,7 @@ def test_the_vocabulary_made_anew_has_the_same_bytes(files: Path, tmp_path: Path
     assert read(tmp_path, files).fingerprint == first.fingerprint
     assert file.read_bytes() == kept
     file.unlink()
-    code = f"from lra_data import multi30k; multi30k.load({str(tmp_path)!r}, {SIZE}, {ALL}, {str(files)!r})"
+    code = f"from macformer.paper import multi30k; multi30k.load({str(tmp_path)!r}, {SIZE}, {ALL}, {str(files)!r})"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": "7"})
     assert file.read_bytes() == kept
 

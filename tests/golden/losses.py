@@ -7,7 +7,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from macformer import config as configs
+from macformer.harness import config as configs
 from tests.conftest import captions, write_multi30k
 
 ROOT = Path(__file__).parent.parent.parent

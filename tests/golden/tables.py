@@ -7,8 +7,8 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from macformer import config as configs
-from macformer import record as records
+from macformer.harness import config as configs
+from macformer.harness import record as records
 from macformer.report import cells, table
 from scripts.bench_table import made_up
 from tests.conftest import ROOT

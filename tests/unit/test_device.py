@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import train
 from lra_data.base import TaskSpec
-from macformer import config as configs
-from macformer import device as devices
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness.run import run
 from tests import forked
 from tests.conftest import MODELS
 
@@ -201,7 +201,7 @@ def test_the_resident_peak_is_that_of_this_process_and_of_one_run() -> None:
     """A child of a large process, as a test or a notebook is: ru_maxrss would be its parent's."""
     child = """
 import torch
-from macformer import device as devices
+from macformer.harness import device as devices
 for _ in range(2):
     devices.prepare(torch.device("cpu"), 1)
     print(devices.resident_peak())
@@ -238,7 +238,7 @@ def test_a_whole_run_on_the_played_gpu(cell: Cell, played: PlayedCuda, monkeypat
         return forward(model, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.Module, "__call__", allocating)
-    record = train.run(cell("listops", "macformer_exp"), [])
+    record = run(cell("listops", "macformer_exp"), [])
     assert record is not None
     assert record.status == "ok"
     assert record.environment.precision == "float16"
@@ -314,7 +314,7 @@ def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Cell) -> Non
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA GPU here")
     config = cell("listops", name, "device=cuda", f"trainer.precision={precision}", "trainer.accumulate=2")
-    record = train.run(config, [])
+    record = run(config, [])
     assert record is not None
     assert record.status == "ok"
     assert record.environment.device == "cuda"
@@ -330,7 +330,7 @@ def test_freed_memory_is_kept_or_given_back() -> None:
         pytest.skip("only Linux says what is resident")
     code = """
 import torch
-from macformer import device as devices
+from macformer.harness import device as devices
 
 def resident():
     return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith("VmRSS:"))
@@ -387,7 +387,7 @@ def test_memory_that_is_not_there_is_refused() -> None:
     greedy = """
 import resource, sys, torch
 from pathlib import Path
-from macformer import device
+from macformer.harness import device
 hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
 resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # the limit of runs in the process before this one is inherited
 piece = device.available_memory(Path("/")) // 10

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from macformer import linear
 from macformer.attention import RFAttention, RMFAttention, SoftmaxAttention
-from macformer.device import peak_bytes
+from macformer.harness.device import peak_bytes
 from macformer.kernels import KERNELS
 from macformer.linear import FLOOR, plain_attention
 from macformer.ppsbn import PostSBN, PreSBN

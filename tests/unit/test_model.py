@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lra_data.base import TaskSpec
-from macformer import config as configs
-from macformer import device as devices
 from macformer.dropout import Dropout
+from macformer.harness import config as configs
+from macformer.harness import device as devices
 from tests.conftest import MODELS
 
 SPEC = TaskSpec(vocabulary=32, length=64, classes=10, paired=False)

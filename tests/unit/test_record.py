@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
-import train
-from macformer import record as records
+from macformer.harness import record as records
+from macformer.harness.run import run
 
 Cell = Callable[..., DictConfig]
 
 
 @pytest.fixture
-def run(cell: Cell, tmp_path: Path) -> tuple[records.Record, Path]:
-    record = train.run(cell("listops", "rfa"), ["task=listops", "model=rfa"])
+def finished(cell: Cell, tmp_path: Path) -> tuple[records.Record, Path]:
+    record = run(cell("listops", "rfa"), ["task=listops", "model=rfa"])
     (file,) = (tmp_path / "runs" / "listops" / "rfa").glob("*.json")
     return record, file
 
 
-def test_a_run_leaves_one_valid_record(run: tuple[records.Record, Path]) -> None:
-    record, file = run
+def test_a_run_leaves_one_valid_record(finished: tuple[records.Record, Path]) -> None:
+    record, file = finished
     assert file.stem == record.run_id
     assert records.read(file) == record
     assert record.run_id.startswith("listops.rfa.0.")
@@ -53,55 +53,55 @@ def test_a_run_leaves_one_valid_record(run: tuple[records.Record, Path]) -> None
     ],
 )
 def test_what_does_not_fit_the_schema_is_refused_by_name(
-    run: tuple[records.Record, Path], change: dict, complaint: str
+    finished: tuple[records.Record, Path], change: dict, complaint: str
 ) -> None:
-    _, file = run
+    _, file = finished
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=f"{file.name} is not a run record of schema 2: {complaint}"):
         records.read(file)
 
 
-def test_a_truncated_record_is_refused(run: tuple[records.Record, Path]) -> None:
-    _, file = run
+def test_a_truncated_record_is_refused(finished: tuple[records.Record, Path]) -> None:
+    _, file = finished
     file.write_text(file.read_text()[:100])
     with pytest.raises(ValueError, match="is not a run record"):
         records.read(file)
 
 
 def test_a_finished_run_is_not_repeated_unless_forced(
-    cell: Cell, run: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+    cell: Cell, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record, file = run
+    record, file = finished
     written = file.stat().st_mtime_ns
-    assert train.run(cell("listops", "rfa"), []) == record
+    assert run(cell("listops", "rfa"), []) == record
     assert "is finished" in capsys.readouterr().out
     assert file.stat().st_mtime_ns == written
-    again = train.run(cell("listops", "rfa", "force=true"), [])
+    again = run(cell("listops", "rfa", "force=true"), [])
     assert again.quality == record.quality
     assert file.stat().st_mtime_ns > written
 
 
 def test_a_corrupt_record_is_replaced_with_a_warning(
-    cell: Cell, run: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+    cell: Cell, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record, file = run
+    record, file = finished
     file.write_text(file.read_text()[:100])
-    assert train.run(cell("listops", "rfa"), []).quality == record.quality
+    assert run(cell("listops", "rfa"), []).quality == record.quality
     assert "it does not count as finished" in capsys.readouterr().out
     assert records.read(file).status == "ok"
 
 
 def test_a_forced_repeat_that_fails_does_not_cost_the_finished_record(
-    cell: Cell, run: tuple[records.Record, Path], monkeypatch: pytest.MonkeyPatch
+    cell: Cell, finished: tuple[records.Record, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record, file = run
+    record, file = finished
 
     def stop(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("macformer.trainer.evaluate", stop)
+    monkeypatch.setattr("macformer.harness.trainer.evaluate", stop)
     with pytest.raises(KeyboardInterrupt):
-        train.run(cell("listops", "rfa", "force=true"), [])
+        run(cell("listops", "rfa", "force=true"), [])
     assert records.read(file) == record
 
 
@@ -109,30 +109,30 @@ def test_a_place_that_cannot_be_written_fails_before_the_training(
     cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr("macformer.trainer.Trainer.fit", None)  # calling it would be another error
+    monkeypatch.setattr("macformer.harness.trainer.Trainer.fit", None)  # calling it would be another error
     with pytest.raises(NotADirectoryError):
-        train.run(cell("listops", "rfa", f"paths.results={tmp_path}/file"), [])
+        run(cell("listops", "rfa", f"paths.results={tmp_path}/file"), [])
 
 
-def test_auto_and_the_device_it_means_are_one_run(cell: Cell, run: tuple[records.Record, Path]) -> None:
-    record, _ = run
+def test_auto_and_the_device_it_means_are_one_run(cell: Cell, finished: tuple[records.Record, Path]) -> None:
+    record, _ = finished
     kind = record.environment.device
-    assert train.run(cell("listops", "rfa", f"device={kind}"), []).run_id == record.run_id
+    assert run(cell("listops", "rfa", f"device={kind}"), []).run_id == record.run_id
 
 
-def test_a_run_that_failed_is_repeated_and_replaced(cell: Cell, run: tuple[records.Record, Path]) -> None:
-    record, file = run
+def test_a_run_that_failed_is_repeated_and_replaced(cell: Cell, finished: tuple[records.Record, Path]) -> None:
+    record, file = finished
     records.write(record.model_copy(update={"status": "oom", "quality": None}), file)
-    assert train.run(cell("listops", "rfa"), []).status == "ok"
+    assert run(cell("listops", "rfa"), []).status == "ok"
     assert records.read(file).status == "ok"
 
 
 def test_a_finished_record_of_another_commit_is_kept_with_a_warning(
-    cell: Cell, run: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+    cell: Cell, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record, file = run
+    record, file = finished
     records.write(record.model_copy(update={"code": records.Code(commit="abc", dirty=False)}), file)
-    train.run(cell("listops", "rfa"), [])
+    run(cell("listops", "rfa"), [])
     assert "made by commit abc" in capsys.readouterr().out
 
 

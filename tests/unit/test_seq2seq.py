@@ -15,10 +15,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from macformer import config as configs
-from macformer import translation
-from macformer.seq2seq import LONGEST, Seq2Seq
-from macformer.translation import BEGIN, END, search
+from macformer.harness import config as configs
+from macformer.paper import translation
+from macformer.paper.seq2seq import LONGEST, Seq2Seq
+from macformer.paper.translation import BEGIN, END, search
 from tests.conftest import ROOT
 
 Composed = Callable[..., DictConfig]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from macformer import config as configs
-from macformer import record as records
+from macformer.harness import config as configs
+from macformer.harness import record as records
 from macformer.report import cells, statistics, table
 from scripts.bench_table import made_up
 from tests.conftest import ROOT

@@ -17,14 +17,14 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-import train
-from macformer import config as configs
-from macformer import device as devices
-from macformer import loop, trainer
-from macformer import record as records
-from macformer.checkpoint import CheckpointError
-from macformer.loop import Result
-from macformer.trainer import Trainer, evaluate
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness import loop, trainer
+from macformer.harness import record as records
+from macformer.harness.checkpoint import CheckpointError
+from macformer.harness.loop import Result
+from macformer.harness.run import RunFailed, run
+from macformer.harness.trainer import Trainer, evaluate
 from tests.conftest import MODELS
 
 Cell = Callable[..., DictConfig]
@@ -124,8 +124,8 @@ def test_a_dev_subset_is_the_same_in_every_run(cell: Cell, monkeypatch: pytest.M
 
 
 def test_a_loss_that_is_not_finite_is_a_result(cell: Cell) -> None:
-    with pytest.raises(train.RunFailed, match=r"ended as diverged: the loss is (nan|inf) at step"):
-        train.run(cell("listops", "transformer", "task.learning_rate=1e30"), [])
+    with pytest.raises(RunFailed, match=r"ended as diverged: the loss is (nan|inf) at step"):
+        run(cell("listops", "transformer", "task.learning_rate=1e30"), [])
 
 
 class Failing(nn.Module):
@@ -370,7 +370,7 @@ def test_a_failed_run_has_its_time_too(cell: Cell) -> None:
 
 
 def test_a_forecast_trains_and_leaves_nothing(cell: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.run(cell("listops", "rfa", "dry_run=true", "trainer.steps=1000", "trainer.dev_examples=4"), []) is None
+    assert run(cell("listops", "rfa", "dry_run=true", "trainer.steps=1000", "trainer.dev_examples=4"), []) is None
     printed = capsys.readouterr().out
     assert re.search(r"a step takes [\d.]+ ms \(mean of 20\)", printed)
     assert re.search(r"peak memory of training \d+ MiB", printed)
@@ -394,7 +394,7 @@ def test_a_forecast_adds_up(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def trained(cell: Cell) -> str:
-    record = train.run(cell("listops", "rfa", "task.learning_rate=1e-2", "trainer.evaluate_every=3"), [])
+    record = run(cell("listops", "rfa", "task.learning_rate=1e-2", "trainer.evaluate_every=3"), [])
     assert record is not None
     assert record.quality is not None
     return record.run_id
@@ -410,7 +410,7 @@ def test_evaluating_a_run_by_its_id_and_by_its_checkpoint(
     assert record.quality is not None
     capsys.readouterr()
     for name in (trained, f"{tmp_path}/outputs/{trained}/checkpoint.pt"):
-        assert train.run(cell("listops", "rfa", *KEYS, f"evaluate={name}", "threads=2"), []) is None
+        assert run(cell("listops", "rfa", *KEYS, f"evaluate={name}", "threads=2"), []) is None
         best, last = re.findall(r"test accuracy ([\d.]+)% of 8", capsys.readouterr().out)
         assert float(best) == pytest.approx(100 * record.quality.test_accuracy, abs=0.01)
         assert float(last) == pytest.approx(100 * record.quality.last_test_accuracy, abs=0.01)
@@ -429,12 +429,12 @@ def test_evaluating_a_checkpoint_of_another_configuration_is_refused_by_key(
     cell: Cell, trained: str, change: str, named: str
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(named)):
-        train.run(cell("listops", "rfa", *KEYS, f"evaluate={trained}", change), [])
+        run(cell("listops", "rfa", *KEYS, f"evaluate={trained}", change), [])
 
 
 def test_evaluating_what_is_not_there(cell: Cell) -> None:
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*outputs/listops.rfa.0.nosuch/checkpoint.pt"):
-        train.run(cell("listops", "rfa", "evaluate=listops.rfa.0.nosuch"), [])
+        run(cell("listops", "rfa", "evaluate=listops.rfa.0.nosuch"), [])
 
 
 def test_weights_go_through_torch_compile(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,14 +501,14 @@ def test_a_signal_that_comes_too_late_for_its_run_still_stops_a_sweep(
 
     monkeypatch.setattr(trainer, "pack_bits", late)
     with pytest.raises(KeyboardInterrupt) as stopped:
-        train.run(cell("listops", "rfa"), [])
+        run(cell("listops", "rfa"), [])
     assert stopped.value.args == (signal.SIGTERM,)
     (file,) = (tmp_path / "runs").rglob("*.json")
     assert records.read(file).status == "ok"
 
 
 def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = train.run(cell("listops", "rfa"), [])
+    record = run(cell("listops", "rfa"), [])
     assert record is not None
 
     def short(*args: object) -> None:
@@ -517,7 +517,7 @@ def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Cell, monke
     monkeypatch.setattr(nn.Embedding, "forward", short)
     for what in ("dry_run=true", f"evaluate={record.run_id}"):
         with pytest.raises(loop.OutOfMemory, match=r"^out of memory: raise trainer.accumulate=1 .* or lower"):
-            train.run(cell("listops", "rfa", what), [])
+            run(cell("listops", "rfa", what), [])
 
 
 def test_an_evaluation_stops_when_it_is_asked_to(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +546,7 @@ def test_weights_and_biases_without_a_login_is_one_sentence(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(configs.ConfigError, match=r"^logger: mode=online does not work: .+; use mode=offline$"):
-        train.run(cell("listops", "rfa", "logger=wandb", "logger.mode=online"), [])
+        run(cell("listops", "rfa", "logger=wandb", "logger.mode=online"), [])
     assert not list((tmp_path / "runs").rglob("*.json"))
 
 

@@ -16,16 +16,16 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-import train
 from lra_data.base import DataError
-from lra_data.multi30k import Corpus, Pairs
-from macformer import config as configs
-from macformer import record as records
-from macformer.loop import Look, Result
-from macformer.record import Translated, Translation
+from macformer.harness import config as configs
+from macformer.harness import record as records
+from macformer.harness.loop import Look, Result
+from macformer.harness.record import Translated, Translation
+from macformer.harness.run import run
+from macformer.paper.multi30k import Corpus, Pairs
+from macformer.paper.seq2seq import Seq2Seq
+from macformer.paper.translation import BEGIN, END, Bleu, Outcome, Translator
 from macformer.report import cells
-from macformer.seq2seq import Seq2Seq
-from macformer.translation import BEGIN, END, Bleu, Outcome, Translator
 from tests.conftest import captions, write_multi30k
 
 CPU = torch.device("cpu")
@@ -170,8 +170,8 @@ def test_references_go_with_their_translations(tiny: Tiny, monkeypatch: pytest.M
     def perfect(model: object, source: Tensor, *rest: object) -> list[list[int]]:
         return [targets[tuple(row[row > 0].tolist())] for row in source]
 
-    monkeypatch.setattr("macformer.translation.search", perfect)
-    monkeypatch.setattr("macformer.translation.EVALUATED", 3)
+    monkeypatch.setattr("macformer.paper.translation.search", perfect)
+    monkeypatch.setattr("macformer.paper.translation.EVALUATED", 3)
     outcome = trainer.goal(corpus, 0).test(Look(model, CPU, "float32"))
     assert outcome.bleu == pytest.approx(100)
     assert model.training
@@ -181,7 +181,7 @@ def test_evaluation_does_not_depend_on_its_batches(tiny: Tiny, monkeypatch: pyte
     _, model, corpus = fit(tiny(*LONGER))
     outcomes = []
     for size in (128, 2):
-        monkeypatch.setattr("macformer.translation.EVALUATED", size)
+        monkeypatch.setattr("macformer.paper.translation.EVALUATED", size)
         goal = Bleu(configs.build(tiny(), "trainer"), corpus, 0)
         outcomes.append(goal.test(Look(model, CPU, "float32")))
     assert outcomes[0].loss == pytest.approx(outcomes[1].loss, rel=1e-5)
@@ -273,7 +273,7 @@ def test_a_glimpse_has_no_padding(tiny: Tiny) -> None:
 
 def test_settings_that_do_not_fit_the_data_leave_nothing_behind(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^trainer\.steps_per_epoch=9999 is too many for"):
-        train.run(tiny("trainer.steps_per_epoch=9999"), [])
+        run(tiny("trainer.steps_per_epoch=9999"), [])
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and "vocabulary" not in file.name]
 
 
@@ -328,7 +328,7 @@ def test_a_rate_that_is_far_too_high_is_a_result(rate: str, ppsbn: str, tiny: Ti
 
 
 def test_a_run_and_its_record(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = train.run(tiny("ppsbn=with"), ["ppsbn=with"])
+    record = run(tiny("ppsbn=with"), ["ppsbn=with"])
     assert isinstance(record, Translation)
     assert (record.status, record.task, record.model) == ("ok", "multi30k", "seq2seq_ppsbn")
     assert (record.steps_done, len(record.history)) == (10, 2)
@@ -348,18 +348,18 @@ def test_a_run_and_its_record(tiny: Tiny, tmp_path: Path, capsys: pytest.Capture
     assert "dev BLEU" in shown
     assert "majority" not in shown
     capsys.readouterr()
-    assert train.run(tiny("ppsbn=with"), []) == record
+    assert run(tiny("ppsbn=with"), []) == record
     assert f"{record.run_id} is finished" in capsys.readouterr().out
 
 
 def test_table_2_leaves_translations_out(tiny: Tiny, tmp_path: Path) -> None:
-    train.run(tiny(), [])
+    run(tiny(), [])
     assert list((tmp_path / "runs").rglob("*.json"))
     assert cells.load(tmp_path) == ([], [])
 
 
 def test_a_record_of_a_translation_must_be_whole(tiny: Tiny, tmp_path: Path) -> None:
-    train.run(tiny(), [])
+    run(tiny(), [])
     (file,) = (tmp_path / "runs").rglob("*.json")
     told = json.loads(file.read_text())
     del told["quality"]["test_bleu"]
@@ -371,7 +371,7 @@ def test_a_record_of_a_translation_must_be_whole(tiny: Tiny, tmp_path: Path) -> 
 
 
 def test_a_dry_run_records_nothing(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.run(tiny("dry_run=true"), []) is None
+    assert run(tiny("dry_run=true"), []) is None
     printed = capsys.readouterr().out
     assert "10 steps on " in printed
     assert re.search(r"a step takes .* ms \(mean of 9\)", printed)
@@ -380,10 +380,10 @@ def test_a_dry_run_records_nothing(tiny: Tiny, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_checkpoint_is_evaluated(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
-    record = train.run(tiny("task.learning_rate=1e-2"), [])
+    record = run(tiny("task.learning_rate=1e-2"), [])
     assert record is not None
     capsys.readouterr()
-    assert train.run(tiny("task.learning_rate=1e-2", f"evaluate={record.run_id}"), []) is None
+    assert run(tiny("task.learning_rate=1e-2", f"evaluate={record.run_id}"), []) is None
     printed = capsys.readouterr().out
     quality = record.quality
     best, last = (line for line in printed.splitlines() if line.startswith(record.run_id))
@@ -413,14 +413,14 @@ def test_a_checkpoint_is_evaluated(tiny: Tiny, capsys: pytest.CaptureFixture[str
 )
 def test_bad_keys_are_one_sentence(override: str, sentence: str, tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(configs.ConfigError, match=f"^{sentence}$") as error:
-        train.run(tiny(override), [])
+        run(tiny(override), [])
     assert "\n" not in str(error.value)
     assert not (tmp_path / "runs").exists()
 
 
 def test_batch_statistics_are_one_sentence(tiny: Tiny) -> None:
     with pytest.raises(configs.ConfigError, match=r"^model: pre_sbn.statistics='batch' is refused in a decoder: .*$"):
-        train.run(tiny("ppsbn=with", "model.pre_sbn.statistics=batch"), [])
+        run(tiny("ppsbn=with", "model.pre_sbn.statistics=batch"), [])
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_batch_statistics_are_one_sentence(tiny: Tiny) -> None:
 )
 def test_what_does_not_fit_the_data_is_one_sentence(override: str, sentence: str, tiny: Tiny) -> None:
     with pytest.raises(DataError, match=f"^{sentence}$"):
-        train.run(tiny(override), [])
+        run(tiny(override), [])
 
 
 # It learns

@@ -24,13 +24,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
-from macformer import config as configs
-from macformer import device as devices
-from macformer import record as records
-from macformer.cell import Cell
-from macformer.checkpoint import CheckpointError
-from macformer.loop import OutOfMemory
-from macformer.progress import duration, mebibytes
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness import record as records
+from macformer.harness.checkpoint import CheckpointError
+from macformer.harness.loop import OutOfMemory
+from macformer.harness.plan import Cell
+from macformer.harness.progress import duration, mebibytes
 
 HERE = ("basic", "joblib")  # launchers whose jobs run on this machine
 PATIENCE = 5.0  # seconds of steps for the forecast of a cell

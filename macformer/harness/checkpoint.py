@@ -13,7 +13,7 @@ from typing import Any
 import filelock
 import torch
 
-from macformer.record import Run, Session, decisive, flat
+from macformer.harness.record import Run, Session, decisive, flat
 
 FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.

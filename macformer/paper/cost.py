@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from macformer import device as devices
 from macformer.attention import RMFAttention, SoftmaxAttention
-from macformer.claims.finding import Finding, Interval, Verdict, at_most, slopes, student, worst
+from macformer.harness import device as devices
+from macformer.paper.finding import Finding, Interval, Verdict, at_most, slopes, student, worst
 from macformer.ppsbn import PreSBN
 
 HEAD_DIM, FEATURES = 64, 128

@@ -1,6 +1,6 @@
 """The typed record of one run: what ran, on what, how well, how fast, how large. JSON, written once. No torch.
 
-python -m macformer.record show results/runs/listops/rfa/listops.rfa.0.0123abcd.json
+python -m macformer.harness.record show results/runs/listops/rfa/listops.rfa.0.0123abcd.json
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from macformer.progress import duration, mebibytes
+from macformer.harness.progress import duration, mebibytes
 
 SCHEMA = 2
 # At the top and in the trainer: what does not decide the result.
@@ -246,9 +246,9 @@ def decisive(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
+    """Nested keys joined by dots. A class goes by its bare name, wherever it stands."""
     if not isinstance(tree, dict):
-        return {prefix: tree}
+        return {prefix: tree.rpartition(".")[2] if prefix.endswith("_target_") else tree}
     return {key: value for name in tree for key, value in flat(tree[name], f"{prefix}.{name}".strip(".")).items()}
 
 
@@ -398,7 +398,7 @@ def environment(device: str, device_name: str, threads: int, precision: str = "f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m macformer.record", description="Look at run records.")
+    parser = argparse.ArgumentParser(prog="python -m macformer.harness.record", description="Look at run records.")
     command = parser.add_subparsers(required=True, metavar="show").add_parser("show", help="print one for a person")
     command.add_argument("file", type=Path)
     file = parser.parse_args().file

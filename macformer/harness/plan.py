@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from macformer import checkpoint as checkpoints
-from macformer import config as configs
-from macformer import device as devices
-from macformer import record as records
-from macformer.loop import Loop
+from macformer.harness import checkpoint as checkpoints
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness import record as records
+from macformer.harness.loop import Loop
 
 
 class Cell:

@@ -1,7 +1,7 @@
 """The training loop: step, schedule, evaluation, best-by-dev, resume. Returns a plain result; knows no file.
 
-What is learned, from which data, and what counts as good is a `Goal`: macformer/trainer.py has that of LRA,
-macformer/translation.py that of translation. Knows no model, task or logger by name.
+What is learned, from which data, and what counts as good is a `Goal`: macformer/harness/trainer.py has that of LRA,
+macformer/paper/translation.py that of translation. Knows no model, task or logger by name.
 """
 
 import copy
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from macformer import device as devices
 from macformer.check import whole
-from macformer.device import Account, Array, Precision
-from macformer.progress import Screen, duration, mebibytes
-from macformer.record import Evaluation, Memory, Part, Run, Status, Time
+from macformer.harness import device as devices
+from macformer.harness.device import Account, Array, Precision
+from macformer.harness.progress import Screen, duration, mebibytes
+from macformer.harness.record import Evaluation, Memory, Part, Run, Status, Time
 
 CLIP = 1.0  # gradients are clipped by value
 EPS = 1e-6  # of AdamW

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.check import whole
-from macformer.device import is_cuda, turn
 from macformer.features import Sampling
+from macformer.harness.device import is_cuda, turn
 from macformer.linear import plain_attention
 from macformer.ppsbn import PreSBN
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from macformer.claims.finding import LEVEL as CERTAIN
-from macformer.claims.finding import Finding, Interval, Verdict, all_of, falls, rises, slopes, student, turned, worst
+from macformer.paper.finding import LEVEL as CERTAIN
+from macformer.paper.finding import Finding, Interval, Verdict, all_of, falls, rises, slopes, student, turned, worst
 from macformer.report.cells import BASELINE, MODELS, PAPER, TASKS, Table
 from macformer.report.statistics import LEVEL, TWINS
 

@@ -1,4 +1,4 @@
-"""Training for LRA: batches of one size, texts with one label, accuracy. The loop itself is in macformer/loop.py.
+"""Training for LRA: batches of one size, texts with one label, accuracy. The loop itself is in loop.py.
 
 Knows no model and no task by name.
 """
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from macformer import device as devices
 from macformer.check import whole
-from macformer.device import Precision
-from macformer.loop import Arrays, Look, Loop, Tensors
-from macformer.record import Point, Quality, Record, pack_bits
+from macformer.harness import device as devices
+from macformer.harness.device import Precision
+from macformer.harness.loop import Arrays, Look, Loop, Tensors
+from macformer.harness.record import Point, Quality, Record, pack_bits
 
 Indices = NDArray[np.int64]
 Outcome = tuple[NDArray[np.bool_], float]  # which examples are right, and the mean loss

@@ -14,7 +14,9 @@ import torch
 from torch import Generator, Tensor
 
 from macformer.attention import SoftmaxAttention
-from macformer.claims.finding import (
+from macformer.features import RandomMaclaurin
+from macformer.kernels import KERNELS
+from macformer.paper.finding import (
     Finding,
     Verdict,
     at_most,
@@ -23,9 +25,7 @@ from macformer.claims.finding import (
     student,
     worst,
 )
-from macformer.claims.similarity import FORMULAS
-from macformer.features import RandomMaclaurin
-from macformer.kernels import KERNELS
+from macformer.paper.similarity import FORMULAS
 from macformer.ppsbn import PostSBN, PreSBN
 
 EPS = 1e-12  # of pre-SBN, in the paper's toy experiment

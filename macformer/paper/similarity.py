@@ -12,9 +12,9 @@ import torch
 from torch import Generator, Tensor
 
 from macformer.attention import KernelAttention, RMFAttention
-from macformer.claims.finding import Finding, Verdict, student
 from macformer.features import RandomMaclaurin, Sampling
 from macformer.kernels import KERNELS, Kernel
+from macformer.paper.finding import Finding, Verdict, student
 from macformer.ppsbn import PreSBN
 
 DEGREES = 12  # of the series that are compared

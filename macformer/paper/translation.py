@@ -1,6 +1,6 @@
 """Training for translation: batches of equal numbers of tokens, cross-entropy, BLEU; and decoding, greedy or by beams.
 
-The loop itself is in macformer/loop.py. Knows no model and no data by name.
+The loop itself is in macformer/harness/loop.py. Knows no model and no data by name.
 
 Shapes: B texts, K beams, V vocabulary.
 """
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from macformer import device as devices
 from macformer.check import whole
-from macformer.device import Precision
-from macformer.loop import Arrays, Look, Loop, Tensors
-from macformer.record import Epoch, Translated, Translation
+from macformer.harness import device as devices
+from macformer.harness.device import Precision
+from macformer.harness.loop import Arrays, Look, Loop, Tensors
+from macformer.harness.record import Epoch, Translated, Translation
 
 BEGIN, END = 1, 2  # ids that frame a target; 0 is padding
 EVALUATED = 128  # texts that are translated together

@@ -1,0 +1,156 @@
+"""One run: plan -> data -> model -> training -> record."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from lra_data.base import SPLITS, DataError
+from macformer.harness import checkpoint as checkpoints
+from macformer.harness import config as configs
+from macformer.harness import device as devices
+from macformer.harness import record as records
+from macformer.harness.loop import CannotRun, Look, Loop, OutOfMemory, load_weights
+from macformer.harness.plan import Cell
+from macformer.harness.progress import Screen, duration, mebibytes
+
+
+class RunFailed(Exception):
+    """The run came to a bad end, which is in its record."""
+
+    def __init__(self, message: str, status: str = ""):
+        super().__init__(message)
+        self.status = status
+
+
+EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotRun, OutOfMemory, RunFailed, OSError)
+
+
+def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
+    """Compose -> task -> model -> fit -> record."""
+    cell = Cell(config)
+    device, trainer, resolved = cell.device, cell.trainer, cell.resolved
+    task = cell.load()
+    file, checkpoint = cell.places(task.fingerprint)
+    run_id = checkpoint.run_id
+    code = records.code()
+    finished = records.finished(file)
+    if finished and not (config.force or config.evaluate or config.dry_run):
+        print(f"{run_id} is finished: {file} (force=true repeats it)")
+        if finished.code.commit != code.commit:
+            print(f"warning: that record was made by commit {finished.code.commit}, this is {code.commit}")
+        return finished
+
+    devices.prepare(device, config.threads, trainer.tf32)
+    torch.manual_seed(config.seed)
+    model = configs.build(config, "model", **asdict(task.spec))
+    parameters = sum(p.numel() for p in model.parameters())
+    environment = records.environment(device.type, devices.describe(device), config.threads, trainer.precision)
+    sizes = " / ".join(f"{len(task.splits[split]):,}" for split in SPLITS)
+    print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
+    if config.evaluate:
+        with trainer.plainly():
+            evaluate_only(config.evaluate, resolved, trainer, model, task, device, config.seed)
+        return None
+    where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
+    print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}, {trainer.precision}); {where}")
+    if config.dry_run:
+        forecast(trainer, model, task, device, config.seed)
+        return None
+
+    trainer.goal(task, config.seed)  # settings that do not fit the data should fail now, and leave nothing behind
+    file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
+    with checkpoint.alone():
+        finished = records.finished(file)  # another process may just have finished it
+        if finished and not config.force:
+            return finished
+        saved = checkpoint.unfinished(finished)
+        if saved:
+            print(f"going on from step {saved['step']:,} ({checkpoint.file}; delete it to start anew)")
+            if checkpoint.sessions[-1].commit != code.commit:
+                print(f"warning: commit {checkpoint.sessions[-1].commit} saved it, this is {code.commit}")
+        checkpoint.begin(saved["step"] + 1 if saved else 1, code.commit, environment.device_name)
+        logger = None
+        if config.logger:
+            began = checkpoint.sessions[0].began
+            logger = configs.build(config, "logger", settings=resolved, run_id=run_id, began=began)
+        log = logger.log if logger else None
+        result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
+        record = trainer.record(
+            run_id=run_id,
+            status=result.status,
+            message=result.message,
+            task=config.task.name,
+            model=config.model.name,
+            seed=config.seed,
+            steps_done=len(result.losses),
+            config=resolved,
+            overrides=overrides,
+            code=code,
+            data=records.Data(
+                fingerprint=task.fingerprint,
+                source=task.source,
+                examples={split: len(task.splits[split]) for split in SPLITS},
+                majority=task.majority,
+            ),
+            environment=environment,
+            sessions=checkpoint.sessions,
+            parameters=parameters,
+            quality=result.quality,
+            time=result.time,
+            memory=result.memory,
+            history=result.history,
+        )
+        if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
+            records.write(record, file)
+        if record.status == "ok":
+            checkpoint.finish(record.steps_done)
+        elif record.status == "diverged":
+            checkpoint.drop()  # it would diverge again
+        if logger:
+            logger.finish(file)
+    print(records.summary(record))
+    if record.status == "interrupted":
+        print(
+            f"the same command goes on from {checkpoint.file}" if checkpoint.file.exists() else "nothing is saved yet"
+        )
+    if result.signal:  # it may have come too late for this run: a sweep is to stop all the same
+        raise KeyboardInterrupt(result.signal)
+    if record.status != "ok":
+        raise RunFailed(f"{run_id} ended as {record.status}: {record.message}", record.status)
+    return record
+
+
+def evaluate_only(
+    name: str, config: dict[str, Any], trainer: Loop, model: nn.Module, task: Any, device: torch.device, seed: int
+) -> None:
+    """Test the weights of a checkpoint, named by its file or its run's id."""
+    saved = checkpoints.load_for(config, task.fingerprint, name)
+    goal, screen = trainer.goal(task, seed), Screen()
+
+    def tick(done: int) -> None:
+        screen.live(lambda: f"evaluating: {done:,} of {goal.test_examples:,} examples")
+
+    look = Look(model.to(device), device, trainer.precision, tick)
+    for which, weights in (("best on dev", saved["best_weights"]), ("last", saved["model"])):
+        if weights is None:
+            continue
+        load_weights(model, weights)
+        told = goal.told(goal.test(look))
+        screen.line(f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: {told}")
+    screen.close()
+
+
+def forecast(trainer: Loop, model: nn.Module, task: Any, device: torch.device, seed: int) -> None:
+    """What the run would cost."""
+    with trainer.plainly():
+        cost = trainer.forecast(model, task, device, seed)
+    total = cost.train_seconds + cost.evaluation_seconds
+    print(f"a step takes {1000 * cost.step_seconds:.3g} ms (mean of {cost.measured_steps})")
+    print(f"peak memory of training {mebibytes(cost.memory.peak_bytes)} ({cost.memory.method})")
+    print(
+        f"expected: {duration(total)} in all, {duration(cost.train_seconds)} of it training "
+        f"and {duration(cost.evaluation_seconds)} evaluation"
+    )
