@@ -26,7 +26,6 @@ from statistics import mean, median, stdev
 from typing import Any, get_args
 
 import torch
-from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -188,8 +187,7 @@ def model_memory(device: torch.device, batch: int = 16, n: int = 4096) -> dict[s
     found = {}
     for name, overrides in arms.items():
         show(f"memory of a model: {name}")
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            config = compose("train", overrides)
+        config = configs.compose(*overrides)
         if "dropout" in config.model.attention:
             config.model.attention.dropout = 0.0
         torch.manual_seed(0)

@@ -39,8 +39,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -132,15 +130,10 @@ class Plain(nn.Module):
         return self.head(x.masked_fill((ids == 0).unsqueeze(-1), 0).sum(1) / self.length)
 
 
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("train", ["protocol=paper", *overrides])
-
-
 @cache
 def encoder() -> dict[str, Any]:
     """The sizes that all models share."""
-    return configs.container(composed())["model"]
+    return configs.container(configs.compose())["model"]
 
 
 def model(name: str, spec: TaskSpec) -> nn.Module:
@@ -149,8 +142,8 @@ def model(name: str, spec: TaskSpec) -> nn.Module:
         return Plain(spec, encoder())
     if name.startswith("identity"):
         like = "macformer_exp" if name.endswith("ppSBN") else "transformer_sdpa"
-        return configs.build(composed(f"model={like}"), "model", **asdict(spec), attention=Identity)
-    return configs.build(composed(f"model={name}"), "model", **asdict(spec))
+        return configs.build(configs.compose(f"model={like}"), "model", **asdict(spec), attention=Identity)
+    return configs.build(configs.compose(f"model={name}"), "model", **asdict(spec))
 
 
 def adamw(name: str, trained: nn.Module) -> torch.optim.Optimizer:
@@ -327,7 +320,7 @@ def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Itera
 
 def over_lengths(rounds: int, device: torch.device) -> Raced:
     """Seconds at every length, with as many tokens a batch, and the break-even lengths."""
-    spec = text.spec(composed("task=text").task.data.length)
+    spec = text.spec(configs.compose("task=text").task.data.length)
     names, results, left_out = ("transformer", "transformer_sdpa", *LINEAR), [], []
     for n in LENGTHS:
         batches = full(spec, TOKENS // n, n, device)
@@ -380,7 +373,7 @@ def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def run(setting: str, folder: str, imdb: str | None, rounds: int | None, device: torch.device) -> Raced:
     """One setting of SETTINGS, its sizes those of the task's YAML."""
     name, _, kind = setting.partition("-")
-    config = composed(f"task={name}")
+    config = configs.compose(f"task={name}")
     batch_size, spec, trim = config.task.batch_size, TASKS[name].spec(config.task.data.length), kind == "real"
     if trim:
         config.task.data.examples = EXAMPLES

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from hydra import compose, initialize_config_dir
 
 from macformer.harness import config as configs
 from macformer.harness import record as records
@@ -94,11 +93,10 @@ def made_up(
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            cells = [
-                configs.container(compose("train", [f"model={model}", f"task={task}"]))
-                for model, task in product(MODELS, TASKS)
-            ]
+        cells = [
+            configs.container(configs.compose(f"model={model}", f"task={task}"))
+            for model, task in product(MODELS, TASKS)
+        ]
         rng = np.random.default_rng(0)
         for config, seed in product(cells, range(SEEDS)):
             accuracy, examples = rng.normal(0.4, 0.01), 2000 if config["task"]["name"] == "listops" else 25_000

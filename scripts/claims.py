@@ -57,7 +57,7 @@ def memory(effort: int) -> Iterator[Finding]:
     """Peaks of one and two examples at the task's full length, and so of the paper's batch."""
     peaks: dict[str, dict[str, int]] = {}
     for task in cells.TASKS:
-        config = bench_models.composed(f"task={task}")
+        config = configs.compose(f"task={task}")
         spec = bench_models.TASKS[task].spec(config.task.data.length)
         batch = next(bench_models.full(spec, 2, spec.length, torch.device("cpu")))
         peaks[task] = {}
@@ -73,7 +73,7 @@ def memory(effort: int) -> Iterator[Finding]:
 def as_published(name: str, spec: TaskSpec) -> nn.Module:
     model, attention = AS_PUBLISHED[name]
     torch.manual_seed(0)  # as bench_models.model does
-    built = configs.build(bench_models.composed(f"model={model}"), "model", **asdict(spec), attention=attention)
+    built = configs.build(configs.compose(f"model={model}"), "model", **asdict(spec), attention=attention)
     return OneByOne(built) if spec.paired else built
 
 

@@ -17,11 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from lra_data.base import DataError
 from macformer.harness import config as configs
 from macformer.harness import record as records
@@ -42,18 +37,13 @@ ARMS = {False: "without", True: "with"}
 
 def cells(seeds: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[bool, Cell]]:
     """Each seed and arm; one sentence, as a ConfigError, for overrides that do not fit."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        for seed in seeds:
-            for ppsbn, option in ARMS.items():
-                try:
-                    config = compose("translate", [*overrides, f"ppsbn={option}", f"seed={seed}"])
-                except (HydraException, OmegaConfBaseException) as error:
-                    raise configs.ConfigError(configs.explain(error)) from error
-                for key in ("force", "evaluate", "dry_run"):
-                    if config[key]:
-                        raise configs.ConfigError(f"{key} is for single runs: python train.py -cn translate")
-                yield ppsbn, Cell(config)
+    for seed in seeds:
+        for ppsbn, option in ARMS.items():
+            config = configs.compose(*overrides, f"ppsbn={option}", f"seed={seed}", root="translate")
+            for key in ("force", "evaluate", "dry_run"):
+                if config[key]:
+                    raise configs.ConfigError(f"{key} is for single runs: python train.py -cn translate")
+            yield ppsbn, Cell(config)
 
 
 def finished(seeds: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[bool, records.Translation]]:

@@ -135,7 +135,7 @@ def test_the_committed_race_of_models_is_what_the_readme_shows() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task, short: the sizes come from the configuration. The allocator is the process's and stays as it is."""
-    whole = models.composed
+    whole = configs.compose
 
     def composed(*overrides: str) -> DictConfig:
         config = whole(*overrides)
@@ -145,7 +145,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             config.task.data.min_length = 10
         return config
 
-    monkeypatch.setattr(models, "composed", composed)
+    monkeypatch.setattr(configs, "compose", composed)
     monkeypatch.setattr(models, "EXAMPLES", {"train": 64, "dev": 1, "test": 1})
     monkeypatch.setattr(models, "TOKENS", 256)
     monkeypatch.setattr(models, "LENGTHS", [64, 128])
@@ -198,7 +198,7 @@ def test_models_race_on_every_task(
 
 def test_the_memory_of_a_race_is_that_of_a_run(small: None, tmp_path: Path) -> None:
     """Bytes, the same in every run: what the trainer records for the same task, model and batch."""
-    config = models.composed("task=listops", "model=rfa", "trainer=smoke", "pad=trim", "trainer.dev_examples=1")
+    config = configs.compose("task=listops", "model=rfa", "trainer=smoke", "pad=trim", "trainer.dev_examples=1")
     config.trainer.batch_size, config.task.data.examples = 4, models.EXAMPLES
     task = configs.build(config, "task.data", folder=str(tmp_path))
     trained = configs.build(config, "model", **asdict(task.spec))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lra_data import listops, retrieval
 from macformer.attention import RMFAttention, SoftmaxAttention
+from macformer.harness import config as configs
 from macformer.kernels import KERNELS, Kernel
 from macformer.paper import cost, experiments, similarity, theorems
 from macformer.paper.as_published import OneByOne, RunningSum, StepwiseSoftmax
@@ -525,7 +526,7 @@ def test_as_published_has_the_sizes_of_the_configs(name: str) -> None:
     model, _ = claims.AS_PUBLISHED[name]
     published, ours = claims.as_published(name, spec), bench_models.model(model, spec)
     assert [tuple(p.shape) for p in published.parameters()] == [tuple(p.shape) for p in ours.parameters()]
-    attention = bench_models.composed(f"model={model}").model.attention
+    attention = configs.compose(f"model={model}").model.attention
     first = published.layers[0].attend.attention
     if name == "release":
         assert (first.feature_map.head_dim, first.feature_map.features) == (attention.head_dim, attention.features)

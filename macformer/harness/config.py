@@ -3,14 +3,18 @@
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
+import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, PositiveInt, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 NOT_ARGUMENTS = ("_target_", "_partial_", "name")
 # Launchers, and the extras of pyproject.toml that bring them. With ray goes all that setup installs, or pip would let
 # it break the others' versions.
@@ -24,6 +28,19 @@ EXTRAS = {
 
 class ConfigError(Exception):
     """A key or value that does not fit: one sentence that names it and the way out."""
+
+
+def compose(*overrides: str, root: str = "train") -> DictConfig:
+    """What `python train.py overrides...` gets as its configuration; root="translate": with -cn translate."""
+    before = GlobalHydra.instance().hydra  # a run may be going on, which was composed by Hydra itself
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return hydra.compose(root, list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = before
 
 
 def container(node: DictConfig) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
 from macformer.harness import config as configs
 from tests.conftest import captions, write_multi30k
@@ -37,16 +35,12 @@ SMALL = [
 
 def first_losses(name: str, data: str) -> list[float]:
     torch.set_num_threads(1)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        if name in TRANSLATORS:
-            config = compose("translate", [*TRANSLATORS[name], *SMALL])
-            pairs = captions()
-            write_multi30k(
-                Path(data) / "multi30k", {"train": pairs[:200], "dev": pairs[200:210], "test": pairs[210:220]}
-            )
-        else:
-            config = compose("train", [f"model={name}", "task=listops", *OVERRIDES])
+    if name in TRANSLATORS:
+        config = configs.compose(*TRANSLATORS[name], *SMALL, root="translate")
+        pairs = captions()
+        write_multi30k(Path(data) / "multi30k", {"train": pairs[:200], "dev": pairs[200:210], "test": pairs[210:220]})
+    else:
+        config = configs.compose(f"model={name}", "task=listops", *OVERRIDES)
     task = configs.build(config, "task.data", folder=data)
     torch.manual_seed(config.seed)
     model = configs.build(config, "model", **asdict(task.spec))

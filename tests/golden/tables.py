@@ -4,14 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
 from macformer.harness import config as configs
 from macformer.harness import record as records
 from macformer.report import cells, table
 from scripts.bench_table import made_up
-from tests.conftest import ROOT
 
 FOLDER = Path(__file__).parent
 # Better than the Transformer, worse, the same, and not above a floor of 39%.
@@ -53,22 +50,19 @@ def fixture_records() -> list[records.Record]:
         ("model=transformer", "task=listops", "trainer=cpu", "seed=1"),
         ("model=rfa", "task=listops", "trainer=cpu", "seed=1"),
     ]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        made = [_record(words, ACCURACIES[words[0][6:]]) for words in runs] + [_record(words, 0.45) for words in others]
-        made.append(_record(("model=transformer", "task=text"), 0.0, status="oom"))
-    return made
+    made = [_record(words, ACCURACIES[words[0][6:]]) for words in runs] + [_record(words, 0.45) for words in others]
+    return [*made, _record(("model=transformer", "task=text"), 0.0, status="oom")]
 
 
 def _record(overrides: tuple[str, ...], accuracy: float, **given: Any) -> records.Record:
     """exp and trigh have one id here, and so the same outcomes, as in reality."""
-    config = configs.container(compose("train", list(overrides)))
+    config = configs.container(configs.compose(*overrides))
     rng = np.random.default_rng([config["seed"], round(1000 * accuracy)])
     linear = config["model"]["name"] != "transformer"
     seconds, peak = (50.0 if linear else 100.0) * rng.uniform(0.95, 1.05), 600 if linear else 1000
     record = made_up(config, overrides, seconds, peak * 2**20, accuracy + rng.normal(0, 0.005), **given)
     if record.model == "macformer_trigh":
-        twin = configs.container(compose("train", [word.replace("trigh", "exp") for word in overrides]))
+        twin = configs.container(configs.compose(*(word.replace("trigh", "exp") for word in overrides)))
         record = record.model_copy(update={"quality": made_up(twin, accuracy=record.quality.test_accuracy).quality})
     return record
 
