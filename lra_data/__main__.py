@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -18,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from lra_data import floors
-from lra_data.base import DATA_VERSION, SPLITS, DataError, Task
+from lra_data.base import DATA_VERSION, SPLITS, DataError, Task, replacing
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TASKS = sorted(file.stem for file in (CONFIGS / "task").glob("*.yaml"))
@@ -191,9 +190,8 @@ def _keep(file: Path, name: str, protocol: str, whole: bool, task: Task, measure
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{file} is damaged: delete it, and it will be made anew") from None
     file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps({"floors": ordered}, indent=2) + "\n")
-    os.replace(fresh, file)
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps({"floors": ordered}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

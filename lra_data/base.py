@@ -308,29 +308,45 @@ def _alone(home: Path) -> Iterator[None]:
 def _build(
     home: Path, settings: dict[str, Any], origin: str | None, stamps: Stamps, build: Build, classes: int
 ) -> Manifest:
-    fresh = home.parent / f".{home.name}.tmp"
-    shutil.rmtree(fresh, ignore_errors=True)  # what a killed run left
-    fresh.mkdir()
     try:
-        source, splits = build()
-        manifest = Manifest(
-            data_version=DATA_VERSION,
-            source=source,
-            origin=origin,
-            files=stamps,
-            settings=settings,
-            splits={split: _pack(fresh / split, examples, classes) for split, examples in splits.items()},
-        )
-        (fresh / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
-        shutil.rmtree(home, ignore_errors=True)
-        os.rename(fresh, home)
+        with replacing(home) as temporary:
+            temporary.mkdir()
+            source, splits = build()
+            manifest = Manifest(
+                data_version=DATA_VERSION,
+                source=source,
+                origin=origin,
+                files=stamps,
+                settings=settings,
+                splits={split: _pack(temporary / split, examples, classes) for split, examples in splits.items()},
+            )
+            (temporary / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
     except OSError as error:
         if error.filename:
             raise
         raise DataError(f"{home} cannot be written ({error}): make room, or choose another paths.data") from None
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return manifest
+
+
+@contextmanager
+def replacing(home: Path) -> Iterator[Path]:
+    """A temporary path beside `home`, for a file or a folder: `home` itself when the block ends, removed if it fails.
+
+    The caller has the lock: what is there under the temporary name was left by a run that was killed.
+    """
+
+    def remove(path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    temporary = home.parent / f".{home.name}.tmp"
+    remove(temporary)
+    try:
+        yield temporary
+        if home.is_dir():
+            remove(home)
+        os.replace(temporary, home)
+    finally:
+        remove(temporary)
 
 
 def _damaged(home: Path, what: str) -> DataError:

@@ -13,10 +13,9 @@ Shapes: B batch, H heads, n length, d head width, D features, W projections and 
 
 import argparse
 import gc
+import io
 import json
 import math
-import os
-import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -39,7 +38,9 @@ from macformer import KernelAttention, PreSBN, RFAttention, RMFAttention, Softma
 from macformer.features import Sampling
 from macformer.harness import config as configs
 from macformer.harness import device as devices
+from macformer.harness import files
 from macformer.harness import record as records
+from macformer.harness.race import MATMUL_FLOP, matmul, race, ratios
 from macformer.linear import FLOOR, plain_attention
 
 ROOT = Path(__file__).parent.parent
@@ -131,37 +132,32 @@ def flop(attention: nn.Module, B: int, H: int, n: int) -> int:
     return 2 * products * B * H * n * n * d
 
 
-def race(names: list[str], B: int, H: int, n: int, rounds: int, device: torch.device) -> dict[str, Any]:
+def measure(names: list[str], B: int, H: int, n: int, rounds: int, device: torch.device) -> dict[str, Any]:
     """Seconds and FLOP of each attention and the matmul rate in each round; peak bytes, of the largest draw."""
     data = inputs(B, H, n, device)
-    square = torch.randn(1024, 1024, device=device)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    flops: dict[str, list[int]] = {name: [] for name in names}
-    draws = [attentions(seed) for seed in range(rounds + 1)]
-    rates = []
-    order = random.Random(n)
-    for number in range(rounds + 1):
+    draws = [{name: arm.to(device) for name, arm in attentions(seed).items()} for seed in range(rounds + 1)]
+    multiply = matmul(device)
+
+    def call(attention: nn.Module) -> None:  # what it returns is not kept: it would be in the others' way
+        run(attention, data)
+
+    def arms(number: int) -> dict[str, Callable[[], Any]]:
         show(f"B, H, n = {B}, {H}, {n:,}: round {number} of {rounds}")
-        for name in order.sample(names, len(names)):
-            attention = draws[number][name].to(device)
-            took, _ = devices.turn(device, partial(run, attention, data), TURN)
-            if number:
-                seconds[name].append(took)
-                flops[name].append(flop(attention, B, H, n))
-        begin = devices.now(device)
-        for _ in range(4):
-            square @ square
-        rates.append(4 * 2 * 1024**3 / (devices.now(device) - begin))
-    memory = {}
+        return {"matmul": multiply} | {name: partial(call, draws[number][name]) for name in names}
+
+    turns = list(race(arms, rounds, device, TURN, seed=n))
+    measured = {}
     for name in names:
         show(f"B, H, n = {B}, {H}, {n:,}: memory of {name}")
-        largest = max(draws, key=lambda arms: flop(arms[name], B, H, n))[name]
-        memory[name] = peak(device, partial(run, largest, data))
+        flops = [flop(draw[name], B, H, n) for draw in draws]
+        largest = draws[flops.index(max(flops))][name]
+        memory = peak(device, partial(run, largest, data))
+        measured[name] = {"seconds": [each[name].seconds for each in turns], "flop": flops[1:], "peak_bytes": memory}
     show("")
     return {
         "shape": {"B": B, "H": H, "n": n, "d": HEAD_DIM, "D": FEATURES},
-        "matmul_rate": rates[1:],
-        "arms": {name: {"seconds": seconds[name], "flop": flops[name], "peak_bytes": memory[name]} for name in names},
+        "matmul_rate": [MATMUL_FLOP / each["matmul"].seconds for each in turns],
+        "arms": measured,
     }
 
 
@@ -225,11 +221,9 @@ def accuracy(device: torch.device, draws: int = 10) -> dict[str, dict[str, list[
     return found
 
 
-def ratios(result: dict[str, Any], name: str, to: str) -> tuple[float, float, float]:
+def faster(result: dict[str, Any], name: str, to: str) -> tuple[float, float, float]:
     """How many times faster than `to`: median, lowest and highest of the rounds."""
-    pairs = zip(result["arms"][to]["seconds"], result["arms"][name]["seconds"], strict=True)
-    each = [other / own for other, own in pairs]
-    return median(each), min(each), max(each)
+    return ratios(result["arms"][to]["seconds"], result["arms"][name]["seconds"])
 
 
 def claims(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -252,7 +246,7 @@ def claims(report: dict[str, Any]) -> list[dict[str, Any]]:
             ("order1", "sdpa", 60),
         ):
             text = f"n = 4,096: rmfa_{name}, times faster than {to}"
-            claim(text, ratios(headline, f"rmfa_{name}", to)[0], least)
+            claim(text, faster(headline, f"rmfa_{name}", to)[0], least)
         bytes_of = {name: arm["peak_bytes"] for name, arm in headline["arms"].items()}
         claim(
             "n = 4,096: memory of checkpointed softmax / rmfa_paper",
@@ -261,9 +255,9 @@ def claims(report: dict[str, Any]) -> list[dict[str, Any]]:
         )
         claim("n = 4,096: memory of SDPA / rmfa_paper", bytes_of["sdpa"] / bytes_of["rmfa_paper"], 1 / 1.2)
     if short := races.get((MANY[0], 256)):
-        claim("n = 256: rmfa_paper, times faster than explicit", ratios(short, "rmfa_paper", "explicit")[0], 1)
+        claim("n = 256: rmfa_paper, times faster than explicit", faster(short, "rmfa_paper", "explicit")[0], 1)
     if (1, 4096) in races and (1, 16384) in races:
-        near, far = (ratios(races[1, n], "rmfa_paper", "explicit")[0] for n in (4096, 16384))
+        near, far = (faster(races[1, n], "rmfa_paper", "explicit")[0] for n in (4096, 16384))
         claim("one head: gain over explicit at n = 16,384 / at n = 4,096", far / near, 1)
     if model := report["model_peak_bytes"]:
         ours = model["macformer_exp, paper"]
@@ -299,12 +293,12 @@ def table(report: dict[str, Any]) -> str:
             share = median(f / s for f, s in zip(arm["flop"], arm["seconds"], strict=True)) / median(
                 result["matmul_rate"]
             )
-            faster = [
-                "{:.3g} ({:.3g}-{:.3g})".format(*ratios(result, name, to)) if to in arms else ""
+            to_softmax = [
+                "{:.3g} ({:.3g}-{:.3g})".format(*faster(result, name, to)) if to in arms else ""
                 for to in ("explicit", "sdpa")
             ]
             lines.append(
-                f"| {name} | {median(ms):.3g} ({min(ms):.3g}-{max(ms):.3g}) | {faster[0]} | {faster[1]} "
+                f"| {name} | {median(ms):.3g} ({min(ms):.3g}-{max(ms):.3g}) | {to_softmax[0]} | {to_softmax[1]} "
                 f"| {arm['peak_bytes'] / 2**20:.1f} | {median(arm['flop']) / 1e9:.3g} | {share:.0%} |"
             )
         lines.append("")
@@ -331,7 +325,8 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(report: dict[str, Any], file: Path) -> None:
+def plot(report: dict[str, Any]) -> bytes:
+    """A PNG."""
     figure, panels = plt.subplots(2, 2, figsize=(11, 8), sharex="col")
     for column, (B, H) in enumerate((MANY, ONE)):
         chosen = [
@@ -363,7 +358,9 @@ def plot(report: dict[str, Any], file: Path) -> None:
         f"{environment['device_name']}, {environment['threads']} thread, torch {environment['torch']}", fontsize=10
     )
     figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120)
+    return content.getvalue()
 
 
 def show(text: str) -> None:
@@ -400,11 +397,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = [(*MANY, n) for n in options.lengths if n <= HEADLINE[2]] + [
         (*ONE, n) for n in options.lengths if n >= 1024
     ]
-    results = [race(names, *shape, options.rounds, device) | {"allocator": "default"} for shape in shapes]
+    results = [measure(names, *shape, options.rounds, device) | {"allocator": "default"} for shape in shapes]
     model = {} if options.no_model else model_memory(device)
     if device.type == "cpu" and HEADLINE in shapes:
         devices.prepare(device, 1)  # as train.py does: freed memory is kept, and explicit softmax saves its page faults
-        results.append(race(names, *HEADLINE, options.rounds, device) | {"allocator": "keeping"})
+        results.append(measure(names, *HEADLINE, options.rounds, device) | {"allocator": "keeping"})
     report = {
         "code": records.code().model_dump(),
         "environment": records.environment(device.type, devices.describe(device), 1).model_dump(),
@@ -415,15 +412,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model_peak_bytes": model,
     }
     report["claims"] = claims(report)
-    options.output.mkdir(parents=True, exist_ok=True)
-    for name, write in {
-        "attention.json": lambda file: file.write_text(json.dumps(report, indent=1) + "\n"),
-        "attention.md": lambda file: file.write_text(table(report)),
-        "attention.png": lambda file: plot(report, file),
-    }.items():
-        fresh = options.output / f"fresh.{name}"
-        write(fresh)
-        os.replace(fresh, options.output / name)
+    files.write(options.output / "attention.json", json.dumps(report, indent=1) + "\n")
+    files.write(options.output / "attention.md", table(report))
+    files.write(options.output / "attention.png", plot(report))
     print(table(report))
     print(f"written to {options.output}: attention.json, attention.md, attention.png")
     return 1 if complaints else 0

@@ -12,24 +12,27 @@ packing are the programs as people run them, each in a process of its own, with 
 import argparse
 import itertools
 import json
-import random
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import datasets
 import numpy as np
+import torch
 
 from lra_data import base, listops, retrieval
 from lra_data.base import Split, TaskSpec
 from macformer.harness import device as devices
+from macformer.harness import files
 from macformer.harness import record as records
+from macformer.harness.race import race, ratios
 
 ROOT = Path(__file__).parent.parent
 BATCH, LENGTH, TEXT = 16, 4096, 4000
@@ -61,22 +64,24 @@ def arms(folder: Path) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     }
 
 
-def race(folder: Path) -> dict[str, Any]:
-    """Seconds a batch of each, one number a round."""
-    runners = arms(folder)
-    rng = np.random.default_rng(1)
-    ours, *others = (run(np.arange(BATCH)) for run in runners.values())
+def batch_seconds(folder: Path) -> dict[str, list[float]]:
+    """Of each reader, one number a round."""
+    readers = arms(folder)
+    ours, *others = (read(np.arange(BATCH)) for read in readers.values())
     if not all(np.array_equal(ours, other) for other in others):
         sys.exit("error: they do not give the same ids: no figures")
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for round_ in range(ROUNDS + 1):
-        batches = rng.integers(0, TEXTS, (CALLS, BATCH))
-        for name in random.Random(round_).sample(sorted(runners), len(runners)):
-            begin = time.perf_counter()
-            for indices in batches:
-                runners[name](indices)
-            seconds[name].append((time.perf_counter() - begin) / CALLS)
-    return {name: taken[1:] for name, taken in seconds.items()}  # the first warms up
+    batches = np.random.default_rng(1).integers(0, TEXTS, (ROUNDS + 1, CALLS, BATCH))
+
+    def read_all(read: Callable[[np.ndarray], np.ndarray], number: int) -> None:
+        for indices in batches[number]:
+            read(indices)
+
+    turns = list(
+        race(
+            lambda r: {name: partial(read_all, read, r) for name, read in readers.items()}, ROUNDS, torch.device("cpu")
+        )
+    )
+    return {name: [each[name].seconds / CALLS for each in turns] for name in readers}
 
 
 def prepare(*words: str) -> dict[str, float]:
@@ -131,9 +136,9 @@ def table(report: dict[str, Any]) -> str:
         "| --- | --: | --: |",
     ]
     for name, taken in times.items():
-        ratios = [slow / fast for slow, fast in zip(taken, times["packed"], strict=True)]
+        slower, least, most = ratios(taken, times["packed"])
         microseconds = f"{1e6 * median(taken):.0f} ({1e6 * min(taken):.0f}-{1e6 * max(taken):.0f})"
-        lines.append(f"| {name} | {microseconds} | {median(ratios):.1f} ({min(ratios):.1f}-{max(ratios):.1f}) |")
+        lines.append(f"| {name} | {microseconds} | {slower:.1f} ({least:.1f}-{most:.1f}) |")
     lines += [
         "",
         "| made by `python -m lra_data prepare` | seconds | peak resident MiB (workers not counted) |",
@@ -160,7 +165,7 @@ def main() -> None:
     devices.prepare(device, 1)  # the allocator as train.py has it, for both
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        batch_seconds = race(folder)
+        seconds = batch_seconds(folder)
         paths = f"paths.data={folder}"
         made = {"ListOps, 100,000 generated": prepare("listops", paths)}
         if options.imdb:
@@ -171,12 +176,12 @@ def main() -> None:
     report = {
         "code": records.code().model_dump(),
         "environment": records.environment("cpu", devices.describe(device), 1).model_dump(),
-        "batch_seconds": batch_seconds,
+        "batch_seconds": seconds,
         "prepare": made,
         "listops_seconds_one_core": one_core(),
     }
-    records.write_text(options.output / "data.json", json.dumps(report, indent=1) + "\n")
-    records.write_text(options.output / "data.md", table(report))
+    files.write(options.output / "data.json", json.dumps(report, indent=1) + "\n")
+    files.write(options.output / "data.md", table(report))
     print(table(report))
     print(f"written to {options.output}: data.json, data.md")
 

@@ -27,14 +27,13 @@ import argparse
 import itertools
 import json
 import math
-import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
@@ -47,9 +46,11 @@ from lra_data.base import DataError, Task, TaskSpec
 from macformer import RFAttention, RMFAttention, SoftmaxAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
+from macformer.harness import files
 from macformer.harness import record as records
 from macformer.harness.loop import CLIP, EPS
 from macformer.harness.progress import duration, mebibytes
+from macformer.harness.race import MATMUL_FLOP, matmul, race, ratios
 from scripts.bench_attention import flop as attention_flop
 from scripts.table import find_block, write_block
 
@@ -224,7 +225,7 @@ def part_of(examples: int, need: float, room: float) -> int:
     return part
 
 
-def race(
+def measure(
     setting: str,
     spec: TaskSpec,
     names: Sequence[str],
@@ -265,38 +266,40 @@ def race(
     devices.keep_freed(True)
     trained = {name: model(name, spec).to(device).train() for name in peaks}
     optimizers = {name: adamw(name, trained[name]) for name in peaks}
-    square = torch.randn(1024, 1024, device=device)
-    seconds: dict[str, list[float]] = {name: [] for name in peaks}
-    flops: dict[str, list[int]] = {name: [] for name in peaks}
-    taken: dict[str, list[int]] = {name: [] for name in peaks}
-    rates, shapes, order = [], [], random.Random(0)
-    lasted: list[float] = []
-    for number in range(rounds + 1):
-        start = devices.now(device)
-        left = f", {duration(mean(lasted) * (rounds + 1 - number))} left of it" if lasted else ""
+    multiply = matmul(device)
+    begin = devices.now(device)
+    taken: list[
+        tuple[list[int], dict[str, int], dict[str, int]]
+    ] = []  # of each round: shape; of each model: part, FLOP
+
+    def arms(number: int) -> dict[str, Callable[[], object]]:
+        each = (devices.now(device) - begin) / max(number, 1)
+        left = f", {duration(each * (rounds + 1 - number))} left of it" * (number > 0)
         print(f"{setting}: round {number} of {rounds}{left}", file=sys.stderr)
         ids, labels = next(batches)
         share = (ids.shape[-1] / longest[0].shape[-1]) ** 2  # what is large is the n x n weights
-        for name in order.sample(list(peaks), len(peaks)):
-            part = part_of(examples, share * peaks[name], room)
-            begin = devices.now(device)
-            step(trained[name], optimizers[name], ids[:part], labels[:part])
-            if number:
-                seconds[name].append((devices.now(device) - begin) * examples / part)
-                flops[name].append(flop(name, trained[name], ids))
-                taken[name].append(part)
-        begin = devices.now(device)
-        for _ in range(4):
-            square @ square
-        if number:
-            rates.append(4 * 2 * 1024**3 / (devices.now(device) - begin))
-            shapes.append([len(ids), ids.shape[-1]])
-            lasted.append(devices.now(device) - start)
+        parts = {name: part_of(examples, share * peaks[name], room) for name in peaks}
+        taken.append(([len(ids), ids.shape[-1]], parts, {name: flop(name, trained[name], ids) for name in peaks}))
+        steps = {
+            name: partial(step, trained[name], optimizers[name], ids[:part], labels[:part])
+            for name, part in parts.items()
+        }
+        return {"matmul": multiply, **steps}
+
+    turns = list(race(arms, rounds, device))
     return {
-        "shapes": shapes,
-        "matmul_rate": rates,
+        "shapes": [shape for shape, _, _ in taken[1:]],
+        "matmul_rate": [MATMUL_FLOP / each["matmul"].seconds for each in turns],
         "arms": {
-            name: {"seconds": seconds[name], "examples": taken[name], "flop": flops[name], "peak_bytes": peaks[name]}
+            name: {
+                "seconds": [
+                    each[name].seconds * examples / parts[name]
+                    for each, (_, parts, _) in zip(turns, taken[1:], strict=True)
+                ],
+                "examples": [parts[name] for _, parts, _ in taken[1:]],
+                "flop": [flops[name] for _, _, flops in taken[1:]],
+                "peak_bytes": peaks[name],
+            }
             for name in peaks
         },
     }, left_out
@@ -324,7 +327,7 @@ def over_lengths(rounds: int, device: torch.device) -> Raced:
     names, results, left_out = ("transformer", "transformer_sdpa", *LINEAR), [], []
     for n in LENGTHS:
         batches = full(spec, TOKENS // n, n, device)
-        result, out = race(f"lengths, n = {n:,}", spec, names, next(batches), batches, rounds, device)
+        result, out = measure(f"lengths, n = {n:,}", spec, names, next(batches), batches, rounds, device)
         results.append({"n": n, "arms": {name: {"seconds": arm["seconds"]} for name, arm in result["arms"].items()}})
         left_out += out
     return {"tokens": TOKENS, "results": results, "break_even": break_even(results)}, left_out
@@ -346,7 +349,8 @@ def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for name, to in itertools.product(reversed(LINEAR), ("transformer_sdpa", "transformer")):
         both = [result for result in results if {name, to} <= result["arms"].keys()]
-        each = [(r["n"], ratio_of_rounds(r, name, to)) for r in both]
+        pairs = [(r["n"], r["arms"][name]["seconds"], r["arms"][to]["seconds"]) for r in both]
+        each = [(n, [a / b for a, b in zip(ours, theirs, strict=True)]) for n, ours, theirs in pairs]
         if not each:
             continue
         at = crossing([(n, median(rounds)) for n, rounds in each])
@@ -381,20 +385,14 @@ def run(setting: str, folder: str, imdb: str | None, rounds: int | None, device:
         batches = real(task, batch_size, device)
     else:
         batches = full(spec, batch_size, spec.length, device)
-    result, left_out = race(setting, spec, SETTINGS[setting], next(batches), batches, rounds or ROUNDS[kind], device)
+    result, left_out = measure(setting, spec, SETTINGS[setting], next(batches), batches, rounds or ROUNDS[kind], device)
     shape = {"task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": batch_size}
     return {"setting": setting, **shape, **result}, left_out
 
 
-def ratio_of_rounds(result: dict[str, Any], name: str, to: str) -> list[float]:
-    arms = result["arms"]
-    return [a / b for a, b in zip(arms[name]["seconds"], arms[to]["seconds"], strict=True)]
-
-
-def ratios(result: dict[str, Any], name: str, to: str) -> tuple[float, float, float]:
+def slower(result: dict[str, Any], name: str, to: str) -> tuple[float, float, float]:
     """Seconds of `name` over those of `to`: median, lowest and highest of the rounds."""
-    each = ratio_of_rounds(result, name, to)
-    return median(each), min(each), max(each)
+    return ratios(result["arms"][name]["seconds"], result["arms"][to]["seconds"])
 
 
 def claims(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -410,7 +408,7 @@ def claims(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for what, name, to, sense, bound in asked:
             if not {name, to} <= result["arms"].keys() or (to == "macformer_exp" and result["setting"] != "text-full"):
                 continue
-            value, low, high = ratios(result, name, to)
+            value, low, high = slower(result, name, to)
             met = value <= bound if sense == "at most" else value >= bound
             found.append(
                 {"claim": f"{result['setting']}: {what}", "sense": sense, "bound": bound}
@@ -499,7 +497,7 @@ def times(result: dict[str, Any], name: str, to: str) -> str:
     """The ratio with its range; a dash where one of the two is not there."""
     if not {name, to} <= result["arms"].keys():
         return "-"
-    return "{:.3g} ({:.3g}-{:.3g})".format(*ratios(result, name, to))
+    return "{:.3g} ({:.3g}-{:.3g})".format(*slower(result, name, to))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -545,8 +543,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results": results,
         "lengths": lengths,
     }
-    records.write_text(options.output / "models.json", json.dumps(report, indent=1) + "\n")
-    records.write_text(options.output / "models.md", table(report))
+    files.write(options.output / "models.json", json.dumps(report, indent=1) + "\n")
+    files.write(options.output / "models.md", table(report))
     if shown:
         write_block(BEGIN, END, summary(report))
     print(table(report))

@@ -24,6 +24,7 @@ from torch import nn
 from lra_data.base import TaskSpec
 from macformer.harness import config as configs
 from macformer.harness import device as devices
+from macformer.harness import files
 from macformer.harness import record as records
 from macformer.harness.progress import duration
 from macformer.paper import experiments
@@ -176,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "environment": records.environment("cpu", devices.describe(torch.device("cpu")), 1).model_dump(),
         "findings": [finding.plain() for finding in findings],
     }
-    records.write_text(RESULTS / "claims.json", json.dumps(report, indent=1) + "\n")
-    records.write_text(RESULTS / "claims.md", markdown(report))
+    files.write(RESULTS / "claims.json", json.dumps(report, indent=1) + "\n")
+    files.write(RESULTS / "claims.md", markdown(report))
     write_block(BEGIN, END, summary(report))
     took = duration(time.monotonic() - begin)
     print(f"written in {took}: results/claims.md, results/claims.json, and the README's summary")

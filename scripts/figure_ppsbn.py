@@ -19,6 +19,7 @@ from typing import Any
 
 from lra_data.base import DataError
 from macformer.harness import config as configs
+from macformer.harness import files
 from macformer.harness import record as records
 from macformer.harness.plan import Cell
 from macformer.paper import experiments
@@ -152,19 +153,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words += ["--seeds", options.seeds] * (options.seeds != SEEDS)
     report = report_of(found, " ".join(words))
     verdict, drawn = experiments.sentence4(report), epochs.draw(report)
-    files = {
+    contents = {
         "ppsbn.json": (json.dumps(report, indent=1) + "\n").encode(),
         "ppsbn.csv": epochs.csv(report).encode(),
         "ppsbn.md": epochs.markdown(report, verdict).encode(),
         "ppsbn.png": drawn.png,
         "ppsbn.svg": drawn.svg,
     }
-    for name, content in files.items():
-        records.write_bytes(options.output / name, content)
+    for name, content in contents.items():
+        files.write(options.output / name, content)
     if home:  # the README shows this very figure
         write_block(BEGIN, END, f"{verdict} {epochs.reached(report)}\n")
     print(verdict)
-    print(f"written to {options.output}: {', '.join(files)}")
+    print(f"written to {options.output}: {', '.join(contents)}")
     return 0
 
 

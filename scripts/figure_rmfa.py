@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from macformer.harness import device as devices
+from macformer.harness import files
 from macformer.harness import record as records
 from macformer.harness.progress import Screen, duration
 from macformer.paper import random_data
@@ -62,7 +63,7 @@ def measure(settings: Settings, device: torch.device, state: Path) -> list[list[
                 screen.live(partial(text, r, at))
                 fresh.append(random_data.measure(settings, r, n, device, warm_up=r == first))
             samples.append(fresh)
-            records.write_text(state, json.dumps(samples))
+            files.write(state, json.dumps(samples))
     finally:
         screen.close()
     return samples
@@ -150,18 +151,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     report = head | random_data.report(settings, samples)
-    files = {
+    contents = {
         "rmfa.json": text_of(report).encode(),
         "rmfa.csv": maps.csv(report).encode(),
         "rmfa.md": maps.markdown(report).encode(),
     }
     for figure in maps.draw(report):
-        files |= {f"{figure.name}.png": figure.png, f"{figure.name}.svg": figure.svg}
-    for name, content in files.items():
-        records.write_bytes(options.output / name, content)
+        contents |= {f"{figure.name}.png": figure.png, f"{figure.name}.svg": figure.svg}
+    for name, content in contents.items():
+        files.write(options.output / name, content)
     state.unlink()
     print("\n".join(maps.findings(report)))
-    print(f"written to {options.output}: {', '.join(files)}")
+    print(f"written to {options.output}: {', '.join(contents)}")
     return 0
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from macformer.harness import record as records
+from macformer.harness import files
 from macformer.report import cells
 
 try:
@@ -26,12 +26,12 @@ def main() -> None:
     lengths = figures.over_length(bench) if bench else None
     every = [figure for each in drawn for figure in each] + ([lengths] if lengths else [])
     for figure in every:
-        records.write_bytes(folder / "figures" / f"{figure.name}.png", figure.png)
-        records.write_bytes(folder / "figures" / f"{figure.name}.svg", figure.svg)
+        files.write(folder / "figures" / f"{figure.name}.png", figure.png)
+        files.write(folder / "figures" / f"{figure.name}.svg", figure.svg)
     for file in (folder / "figures").glob("table2-*.*"):  # of tables that are no longer there
         if file.suffix in (".png", ".svg") and file.stem not in {figure.name for figure in every}:
             file.unlink()
-    records.write_text(folder / "report.html", page.render(tables, drawn, lengths, found, problems))
+    files.write(folder / "report.html", page.render(tables, drawn, lengths, found, problems))
     print(f"written: {folder}/report.html, and {len(every)} figures as PNG and SVG in {folder}/figures")
 
 

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from macformer.harness import record as records
+from macformer.harness import files
 from macformer.report import cells, table
 
 README = cells.ROOT / "README.md"
@@ -27,7 +27,7 @@ def find_block(begin: str, end: str) -> tuple[str, str]:
 def write_block(begin: str, end: str, text: str) -> None:
     """Put it into the README, between these two lines."""
     before, after = find_block(begin, end)
-    records.write_text(README, f"{before}{begin}\n\n{text}\n{end}{after}")
+    files.write(README, f"{before}{begin}\n\n{text}\n{end}{after}")
 
 
 def main() -> None:
@@ -48,14 +48,14 @@ def main() -> None:
     else:
         texts, name, block = table.formats(tables, found, problems), "table2", (BEGIN, END)
     for ending, text in texts.items():
-        records.write_text(folder / "tables" / f"{name}.{ending}", text)
+        files.write(folder / "tables" / f"{name}.{ending}", text)
     shown = cells.ROOT / "results" / ("ablations" if arguments.settings else "")
     if place == shown:  # by the README, this very table
         write_block(*block, texts["md"])
     print(texts["md"])
-    files = f"{name}.{{{','.join(texts)}}}" if len(texts) > 1 else f"{name}.md"
+    names = f"{name}.{{{','.join(texts)}}}" if len(texts) > 1 else f"{name}.md"
     again = f"python scripts/table.py {folder}{' --settings' * arguments.settings}"
-    print(f"written to {folder}/tables: {files}; after more runs: {again}")
+    print(f"written to {folder}/tables: {names}; after more runs: {again}")
 
 
 if __name__ == "__main__":

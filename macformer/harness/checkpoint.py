@@ -1,7 +1,6 @@
 """The checkpoint of a run: one file, whole or not there. Loading it runs no code from it."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import filelock
 import torch
 
+from macformer.harness import files
 from macformer.harness.record import Run, Session, decisive, flat
 
 FORMAT = 1
@@ -49,6 +49,8 @@ class Checkpoint:
         except filelock.Timeout:
             raise CheckpointError(f"{self.run_id} is being trained by another process ({lock.lock_file})") from None
         try:
+            for half in self.folder.glob(f"{self.file.name}.*.tmp"):  # of a process that was killed while writing
+                half.unlink()
             yield
         finally:
             lock.release()
@@ -106,16 +108,8 @@ class Checkpoint:
 
 
 def write(file: Path, state: dict[str, Any]) -> None:
-    """Under a temporary name, then renamed: whoever is killed while writing leaves the one before it."""
-    fresh = file.with_suffix(".tmp")
-    try:
-        with open(fresh, "wb") as stream:
-            torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, file)
-    finally:
-        fresh.unlink(missing_ok=True)
+    with files.replacing(file) as temporary, open(temporary, "wb") as stream:
+        torch.save(state, stream)
 
 
 def load(file: Path) -> dict[str, Any]:

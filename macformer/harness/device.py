@@ -175,8 +175,8 @@ class Clock:
         return self.last - before
 
 
-def turn(device: torch.device, work: Callable[[], Item], seconds: float) -> tuple[float, Item]:
-    """Call it for that long, once at least: mean seconds of a call, and what the last one returned."""
+def time_repeated(device: torch.device, work: Callable[[], Item], seconds: float) -> tuple[float, Item]:
+    """Call it again and again for that long, at least once: mean seconds of a call, and what the last one returned."""
     begin, calls = now(device), 0
     while calls == 0 or now(device) - begin < seconds:
         result = work()

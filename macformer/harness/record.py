@@ -8,7 +8,6 @@ import base64
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from macformer.harness import files
 from macformer.harness.progress import duration, mebibytes
 
 SCHEMA = 2
@@ -351,22 +351,7 @@ def show(record: Run) -> str:
 
 
 def write(record: Run, file: Path) -> None:
-    write_text(file, record.model_dump_json(indent=2) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    write_bytes(file, text.encode())
-
-
-def write_bytes(file: Path, content: bytes) -> None:
-    """Under a temporary name, then renamed: a file is whole or not there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        fresh.write_bytes(content)
-        os.replace(fresh, file)
-    finally:
-        fresh.unlink(missing_ok=True)
+    files.write(file, record.model_dump_json(indent=2) + "\n")
 
 
 def pack_bits(correct: NDArray[np.bool_]) -> str:

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from macformer.harness import config as configs
 from macformer.harness import device as devices
+from macformer.harness import files
 from macformer.harness import record as records
 from macformer.harness.checkpoint import CheckpointError
 from macformer.harness.loop import OutOfMemory
@@ -45,7 +46,7 @@ class Notes:
         self.launcher: str = hydra.runtime.choices["hydra/launcher"]
 
     def expect(self, jobs: int) -> None:
-        records.write_text(self.folder / "jobs", str(jobs))
+        files.write(self.folder / "jobs", str(jobs))
 
     @property
     def unheard(self) -> int:
@@ -60,13 +61,13 @@ class Notes:
         return int(file.read_text()) if file.exists() else 0
 
     def stop(self, number: int) -> None:
-        records.write_text(self.folder / "stopped", str(number))
+        files.write(self.folder / "stopped", str(number))
 
     def write(self, what: str) -> None:
         """Of this job. The empty note: all is well."""
         hydra = HydraConfig.get()
         text = f"{' '.join(hydra.overrides.task)}: {' '.join(what.split())}" if what else ""
-        records.write_text(self.folder / f"{hydra.job.num:05}.job", text)
+        files.write(self.folder / f"{hydra.job.num:05}.job", text)
 
     def failures(self) -> list[str]:
         """What the jobs have written, in their order."""

@@ -3,7 +3,6 @@
 Shapes: B batch, H heads, n length, d head width, D features.
 """
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from macformer.attention import RMFAttention, SoftmaxAttention
-from macformer.harness import device as devices
+from macformer.harness.race import race
 from macformer.paper.finding import Finding, Interval, Verdict, at_most, slopes, student, worst
 from macformer.ppsbn import PreSBN
 
@@ -81,15 +80,9 @@ def products(make: Make) -> Finding:
 
 
 def timed(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call in each round. Arms take turns, in a new order each round; round 0 is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    cpu, order = torch.device("cpu"), random.Random(0)
-    for number in range(rounds + 1):
-        for name in order.sample(list(arms), len(arms)):
-            took, _ = devices.turn(cpu, arms[name], TURN)
-            if number:
-                seconds[name].append(took)
-    return seconds
+    """Seconds of a call in each round."""
+    turns = list(race(lambda number: arms, rounds, torch.device("cpu"), TURN))
+    return {name: [each[name].seconds for each in turns] for name in arms}
 
 
 def measure_lengths(rounds: int) -> dict[str, list[list[float]]]:

@@ -22,6 +22,7 @@ from pydantic import validate_call
 
 from lra_data import base, hub
 from lra_data.base import Caps, DataError
+from macformer.harness import files
 
 HUB = "bentrevett/multi30k"
 FILES = {"train": "train", "dev": "val", "test": "test_2016_flickr"}  # split -> the name of its two files
@@ -207,13 +208,8 @@ def _vocabulary(folder: Path, size: int, texts: Texts) -> tuple[str, Vocabulary]
         return kept["fingerprint"], Vocabulary(kept["tokenizer"])
     saved = _train(size, (text for side in texts["train"] for text in side))
     fingerprint = hashlib.sha256((key + saved).encode()).hexdigest()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(f".{os.getpid()}.tmp")  # of two runs, both write the same
-    try:
-        fresh.write_text(json.dumps({"fingerprint": fingerprint, "key": key, "tokenizer": saved}))
-        os.replace(fresh, file)
-    finally:
-        fresh.unlink(missing_ok=True)
+    # Of two runs at once, both write the same.
+    files.write(file, json.dumps({"fingerprint": fingerprint, "key": key, "tokenizer": saved}))
     return fingerprint, Vocabulary(saved)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.check import whole
 from macformer.features import Sampling
-from macformer.harness.device import is_cuda, turn
+from macformer.harness.device import is_cuda
+from macformer.harness.race import race
 from macformer.linear import plain_attention
 from macformer.ppsbn import PreSBN
 
@@ -88,22 +89,19 @@ def scales(exact: Tensor, v: Tensor) -> dict[str, float]:
 def measure(settings: Settings, r: int, n: int, device: torch.device, warm_up: bool) -> Sample:
     """Repeat r at length n. Explicit softmax gives the reference, before the clock starts.
 
-    Every arm has its turn, in a random order. `warm_up`: each is called once without the clock first.
+    `warm_up`: every arm has a turn that does not count first.
     """
     q, k, v = inputs(settings.batch, n, r, device)
     arms: dict[str, nn.Module] = {"explicit": SoftmaxAttention(), "sdpa": SoftmaxAttention(implementation="sdpa")}
     arms |= {_name(sampling, D): rmfa(sampling, D, n, r).to(device) for sampling, D in settings.maps(n)}
     exact = torch.cat(_call(arms["explicit"], q, k, v))
     relative_to = scales(exact, v)
-    if warm_up:
-        for arm in arms.values():
-            _call(arm, q, k, v)
-    found: Sample = {}
-    for name in random.Random(_seed("order", r, n)).sample(list(arms), len(arms)):
-        took, out = turn(device, partial(_call, arms[name], q, k, v), TURN)
-        found[name] = {"seconds": took}
-        if isinstance(arms[name], RMFAttention):
-            error = _squares(out[0] - exact)
+    calls = {name: partial(_call, arm, q, k, v) for name, arm in arms.items()}
+    (turns,) = race(lambda number: calls, 1, device, TURN, _seed("order", r, n), warm_up)
+    found: Sample = {name: {"seconds": turn.seconds} for name, turn in turns.items()}
+    for name, arm in arms.items():
+        if isinstance(arm, RMFAttention):
+            error = _squares(turns[name].result[0] - exact)
             found[name] |= {kind: error / scale for kind, scale in relative_to.items()}
     return found
 

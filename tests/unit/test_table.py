@@ -557,7 +557,7 @@ def spoil(record: records.Record, file: Path, **change: Any) -> None:
     for key, value in change.items():
         part, _, name = key.rpartition("__")
         (tree[part] if part else tree)[name] = value
-    records.write_text(file, json.dumps(tree))
+    file.write_text(json.dumps(tree))
 
 
 def test_bad_files_are_named_and_left_out_and_the_rest_comes(make: Make, tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""The one interleaved benchmark: machines are noisy, so a speed claim is a ratio within a round."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from macformer.harness import device as devices
+
+SQUARE, PRODUCTS = 1024, 4  # of the arm `matmul`
+MATMUL_FLOP = PRODUCTS * 2 * SQUARE**3
+
+
+@dataclass
+class Turn:
+    """Mean seconds of an arm's calls in one round, and what the last of them returned."""
+
+    seconds: float
+    result: Any
+
+
+def race(
+    arms: Callable[[int], Mapping[str, Callable[[], Any]]],
+    rounds: int,
+    device: torch.device,
+    seconds: float = 0.0,
+    seed: int = 0,
+    warm_up: bool = True,
+) -> Iterator[dict[str, Turn]]:
+    """The turns of each round, by arm. `arms(number)` are those of round 1, 2, ..., with its own data or draws.
+
+    In every round each arm has one turn, in a new order: it is called once, or again and again for `seconds`.
+    `warm_up`: a round 0 comes first and does not count.
+    """
+    order = random.Random(seed)
+    for number in range(0 if warm_up else 1, rounds + 1):
+        calls = arms(number)
+        turns = {
+            name: Turn(*devices.time_repeated(device, calls[name], seconds))
+            for name in order.sample(list(calls), len(calls))
+        }
+        if number:
+            yield turns
+
+
+def matmul(device: torch.device) -> Callable[[], object]:
+    """An arm of MATMUL_FLOP operations: how fast the machine multiplies matrices."""
+    square = torch.randn(SQUARE, SQUARE, device=device)
+    return lambda: [square @ square for _ in range(PRODUCTS)]
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Ours to theirs within each round: median, lowest and highest."""
+    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return median(each), min(each), max(each)
