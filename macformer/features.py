@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from macformer import kernels
-from macformer.check import whole
+from macformer.check import require_int
 from macformer.kernels import Kernel
 
 RELEASE_DEGREES = 20  # the authors' later release samples degrees 1..20
@@ -63,9 +63,9 @@ class RandomMaclaurin(nn.Module):
         redraw: int | None = None,
     ):
         super().__init__()
-        whole(head_dim=head_dim, features=features)
+        require_int(head_dim=head_dim, features=features)
         if redraw is not None:
-            whole(redraw=redraw)
+            require_int(redraw=redraw)
         if not p > 1:
             raise ValueError(f"p={p!r} must be above 1: the degrees have probability (p-1)/p^(N+1)")
         if sampling not in get_args(Sampling):
@@ -238,7 +238,7 @@ class RandomFourier(nn.Module):
 
     def __init__(self, head_dim: int, features: int, heads: int = 1, generator: Generator | None = None):
         super().__init__()
-        whole(head_dim=head_dim, heads=heads, features=features)
+        require_int(head_dim=head_dim, heads=heads, features=features)
         if features % 2:
             raise ValueError(f"features={features} must be even: a sine and a cosine for each frequency")
         self.register_buffer("noise", torch.randn(features // 2, head_dim, generator=generator))

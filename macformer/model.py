@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from macformer import pieces
 from macformer.attention import RMFAttention
-from macformer.check import whole
+from macformer.check import require_int
 from macformer.dropout import Dropout
 from macformer.ppsbn import PreSBN
 
@@ -110,8 +110,8 @@ class Classifier(nn.Module):
         post_sbn: Callable[..., nn.Module] | None,
     ):
         super().__init__()
-        whole(width=width, heads=heads, head_dim=head_dim, layers=layers)
-        whole(feedforward=feedforward, head_width=head_width)
+        require_int(width=width, heads=heads, head_dim=head_dim, layers=layers)
+        require_int(feedforward=feedforward, head_width=head_width)
         self.paired = paired
         self.pooling = pooling
         self.tokens = nn.Embedding(vocabulary, width)

@@ -30,7 +30,7 @@ FAR = 100  # tokens of a source; in the training split none has 80
 MOST = 64  # beams
 
 
-class Run:
+class TrainedTranslator:
     """A trained translator: the weights that were best on dev."""
 
     def __init__(self, name: str, outputs: str, data: str, device: torch.device):
@@ -90,10 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not 1 <= options.beam <= MOST:
             raise ValueError(f"--beam {options.beam} must be 1 to {MOST}")
-        run = Run(options.run, options.outputs, options.data, devices.choose(options.device))
+        translate = TrainedTranslator(options.run, options.outputs, options.data, devices.choose(options.device))
         for number, text in enumerate(options.text or lines(), 1):
             try:
-                print(run(text, options.beam), flush=True)
+                print(translate(text, options.beam), flush=True)
             except ValueError as error:
                 print(f"error: text {number}: {error}", file=sys.stderr)
                 print(flush=True)  # its line is there: the others stay beside theirs

@@ -75,7 +75,7 @@ def check(config: DictConfig, key: str) -> DictConfig:
     except ImportError:
         raise ConfigError(f"{key}._target_={node._target_} is not there to be imported") from None
     takes = list(inspect.signature(target).parameters)
-    types = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    types = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     for name in node:
         if name in NOT_ARGUMENTS:
             continue

@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self, cast
+from typing import Annotated, Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from macformer.check import whole
 from macformer.harness import device as devices
 from macformer.harness.device import Account, Array, Precision
 from macformer.harness.progress import Screen, duration, mebibytes
@@ -30,6 +30,9 @@ EPS = 1e-6  # of AdamW
 FORECAST = 20  # steps after which the end can be foretold
 PATIENCE = 5.0  # seconds that a checkpoint may take, in which a second SIGINT does no harm
 DRY_SECONDS = 60.0  # a dry run takes FORECAST steps, or fewer if they take longer than this
+# What the configuration is checked for.
+WarmUp = Annotated[int, Field(ge=2)]  # the schedule counts the steps between its first and its peak
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Arrays = tuple[Array, ...]
 Tensors = tuple[Tensor, ...]
 
@@ -193,10 +196,6 @@ class Loop(ABC):
         checkpoint_every: int,
         telemetry: bool,
     ):
-        whole(evaluate_every=evaluate_every, accumulate=accumulate, checkpoint_every=checkpoint_every)
-        whole(at_least=2, warmup_steps=warmup_steps)  # the schedule counts the steps between its first and its peak
-        if not 0 < learning_rate < math.inf:
-            raise ValueError(f"learning_rate={learning_rate!r} must be above 0 and finite")
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps
         self.learning_rate = learning_rate
@@ -237,7 +236,7 @@ class Loop(ABC):
         with Stop() as stop:
             try:
                 with self.plainly():
-                    run = _Run(self, model, self.goal(task, seed), device, result, stop, save, log)
+                    run = _Training(self, model, self.goal(task, seed), device, result, stop, save, log)
                     if saved:
                         run.load(saved)
                     try:
@@ -281,7 +280,7 @@ class Loop(ABC):
         After `patience` seconds of steps, but for the first, there are no more of them.
         """
         goal = self.goal(task, seed)
-        run = _Run(self, model, goal, device, Result(), Stop())
+        run = _Training(self, model, goal, device, Result(), Stop())
         count = min(FORECAST + 1, self.total_steps)
         feed = run.feed(np.linspace(0, self.total_steps - 1, count).astype(int).tolist())
         while len(run.result.losses) < count and sum(run.result.step_seconds[1:]) < patience:
@@ -306,7 +305,7 @@ class Loop(ABC):
         return step == self.total_steps or (step > 0 and step % self.evaluate_every == 0)
 
 
-class _Run:
+class _Training:
     """One training, from its first step or from a saved state to its end."""
 
     def __init__(

@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from macformer.check import whole
 from macformer.harness import device as devices
 from macformer.harness.device import Precision
-from macformer.harness.loop import Arrays, Look, Loop, Tensors
+from macformer.harness.loop import Arrays, Look, Loop, Rate, Tensors, WarmUp
 from macformer.harness.record import Point, Quality, Record, pack_bits
 
 Indices = NDArray[np.int64]
@@ -54,23 +54,22 @@ class Trainer(Loop):
 
     def __init__(
         self,
-        warmup_steps: int,
-        steps: int,
-        batch_size: int,
-        learning_rate: float,
-        evaluate_every: int,
-        dev_examples: int | Literal["all"],
+        warmup_steps: WarmUp,
+        steps: PositiveInt,
+        batch_size: PositiveInt,
+        learning_rate: Rate,
+        evaluate_every: PositiveInt,
+        dev_examples: PositiveInt | Literal["all"],
         cycle_momentum: bool,
         pad: Literal["full", "trim"],
         bucket: bool,
-        accumulate: int = 1,
+        accumulate: PositiveInt = 1,
         precision: Precision = "float32",
         tf32: bool = False,
         compile: bool = False,
-        checkpoint_every: int = 200,
+        checkpoint_every: PositiveInt = 200,
         telemetry: bool = False,
     ):
-        whole(steps=steps, batch_size=batch_size)
         super().__init__(
             warmup_steps=warmup_steps,
             total_steps=warmup_steps + steps,
@@ -84,8 +83,6 @@ class Trainer(Loop):
             checkpoint_every=checkpoint_every,
             telemetry=telemetry,
         )
-        if dev_examples != "all":
-            whole(dev_examples=dev_examples)
         if accumulate > batch_size:
             raise ValueError(f"accumulate={accumulate} must be at most batch_size={batch_size}: a part has an example")
         self.batch_size = batch_size

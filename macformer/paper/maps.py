@@ -44,7 +44,7 @@ Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """Mean and standard deviation (NaN of one repeat) over the repeats of each logarithm of LOGS, to the base 10."""
 
     sampling: str
@@ -56,24 +56,24 @@ class Cell:
     ms: float  # the median
 
 
-def cells(report: Report) -> list[Cell]:
+def cells(report: Report) -> list[GridCell]:
     """Of the paper's map, at every length."""
     return [_cell(report, cell, "paper") for cell in report["cells"]]
 
 
-def samplings(report: Report) -> list[Cell]:
+def samplings(report: Report) -> list[GridCell]:
     """Of every sampling, at the longest length."""
     return [_cell(report, cell, cell["sampling"]) for cell in report["samplings"]]
 
 
-def _cell(report: Report, cell: dict[str, Any], sampling: str) -> Cell:
+def _cell(report: Report, cell: dict[str, Any], sampling: str) -> GridCell:
     """A ratio of times is taken within a repeat."""
     (softmax,) = (times for times in report["softmax"] if times["n"] == cell["n"])
     values = {kind: cell[kind] for kind in LOGS if kind in cell}
     for kind in ("explicit", "sdpa"):
         values[kind] = [theirs / ours for theirs, ours in zip(softmax[kind], cell["seconds"], strict=True)]
     logs = {kind: [math.log10(x) for x in each] for kind, each in values.items()}
-    return Cell(
+    return GridCell(
         sampling,
         cell["n"],
         cell["D"],
@@ -129,7 +129,7 @@ def findings(report: Report) -> list[str]:
     return found
 
 
-def _above(every: Sequence[Cell], kind: str) -> int:
+def _above(every: Sequence[GridCell], kind: str) -> int:
     return sum(cell.mean[kind] > 0 for cell in every)
 
 
@@ -273,7 +273,7 @@ def _samplings(report: Report) -> Drawn:
     return saved("rmfa-samplings", figure, title, text)
 
 
-def _ends(chosen: Sequence[Cell]) -> Iterator[tuple[float, float, float]]:
+def _ends(chosen: Sequence[GridCell]) -> Iterator[tuple[float, float, float]]:
     """Of the error relative to averaging V: a standard deviation below, mean, one above."""
     for cell in chosen:
         middle, spread = cell.mean["deviation"], cell.spread["deviation"] if cell.repeats > 1 else 0.0

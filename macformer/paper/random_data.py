@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from macformer.attention import RMFAttention, SoftmaxAttention
-from macformer.check import whole
+from macformer.check import require_int
 from macformer.features import Sampling
 from macformer.harness.device import is_cuda
 from macformer.harness.race import race
@@ -41,9 +41,9 @@ class Settings:
     features: tuple[int, ...] = FEATURES
 
     def __post_init__(self) -> None:
-        whole(batch=self.batch, repeats=self.repeats)
-        whole(features=min(self.features, default=0))
-        whole(2, lengths=min(self.lengths, default=0))  # averaging V is exact for one token
+        require_int(batch=self.batch, repeats=self.repeats)
+        require_int(features=min(self.features, default=0))
+        require_int(2, lengths=min(self.lengths, default=0))  # averaging V is exact for one token
         for name, values in (("lengths", self.lengths), ("features", self.features)):
             if list(values) != sorted(set(values)):
                 raise ValueError(f"{name}={' '.join(map(str, values))} must be rising, each number once")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from macformer import pieces
-from macformer.check import whole
+from macformer.check import require_int
 from macformer.dropout import Dropout
 from macformer.model import Layer, MultiHead
 from macformer.ppsbn import PreSBN
@@ -124,7 +124,7 @@ class Seq2Seq(nn.Module):
         post_sbn: Callable[..., nn.Module] | None,
     ):
         super().__init__()
-        whole(width=width, heads=heads, head_dim=head_dim, layers=layers, feedforward=feedforward)
+        require_int(width=width, heads=heads, head_dim=head_dim, layers=layers, feedforward=feedforward)
         if width % 2:
             raise ValueError(f"width={width} must be even: a sine and a cosine for each wave length of the positions")
 

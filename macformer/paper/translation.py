@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from macformer.check import whole
 from macformer.harness import device as devices
 from macformer.harness.device import Precision
-from macformer.harness.loop import Arrays, Look, Loop, Tensors
+from macformer.harness.loop import Arrays, Look, Loop, Rate, Tensors, WarmUp
 from macformer.harness.record import Epoch, Translated, Translation
 
 BEGIN, END = 1, 2  # ids that frame a target; 0 is padding
@@ -65,19 +65,18 @@ class Translator(Loop):
 
     def __init__(
         self,
-        epochs: int,
-        steps_per_epoch: int,
-        warmup_steps: int,
-        learning_rate: float,
-        beam: int = 1,
-        accumulate: int = 1,
+        epochs: PositiveInt,
+        steps_per_epoch: PositiveInt,
+        warmup_steps: WarmUp,
+        learning_rate: Rate,
+        beam: PositiveInt = 1,
+        accumulate: PositiveInt = 1,
         precision: Precision = "float32",
         tf32: bool = False,
         compile: bool = False,
-        checkpoint_every: int = 200,
+        checkpoint_every: PositiveInt = 200,
         telemetry: bool = False,
     ):
-        whole(epochs=epochs, steps_per_epoch=steps_per_epoch, beam=beam)
         if not warmup_steps < epochs * steps_per_epoch:
             raise ValueError(
                 f"warmup_steps={warmup_steps} must be below the {epochs * steps_per_epoch} steps of all epochs"

@@ -24,7 +24,7 @@ from macformer.harness import record as records
 from macformer.harness.checkpoint import CheckpointError
 from macformer.harness.loop import Result
 from macformer.harness.run import RunFailed, run
-from macformer.harness.trainer import Trainer, evaluate
+from macformer.harness.trainer import evaluate
 from tests.conftest import MODELS
 
 Cell = Callable[..., DictConfig]
@@ -170,16 +170,6 @@ def test_memory_of_a_run_is_repeatable(cell: Cell, name: str) -> None:
     assert first["peak_bytes"] > first["evaluation_peak_bytes"] > 100_000
 
 
-def test_bad_arguments_are_named() -> None:
-    good = {"warmup_steps": 2, "steps": 1, "batch_size": 1, "learning_rate": 1e-3, "evaluate_every": 1}
-    good |= {"dev_examples": 1, "cycle_momentum": True, "pad": "full", "bucket": False}
-    Trainer(**good)
-    for bad in ({"steps": 0}, {"warmup_steps": 1}, {"learning_rate": -1.0}, {"learning_rate": float("nan")}):
-        ((name, value),) = bad.items()
-        with pytest.raises(ValueError, match=f"{name}={value} must be"):
-            Trainer(**good | bad)
-
-
 def test_the_shortest_schedule_runs(cell: Cell) -> None:
     result = fit(cell("listops", "rfa", "trainer.warmup_steps=2", "trainer.steps=1"))[0]
     assert len(result.losses) == 3
@@ -258,7 +248,7 @@ def test_telemetry_of_a_model_that_has_none_is_empty(cell: Cell) -> None:
 def test_measuring_memory_changes_nothing(cell: Cell, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what moves with each pass, the running averages; nor the draws."""
     measured = fit(cell("listops", "macformer_exp", extra))[0]
-    monkeypatch.setattr(loop._Run, "measure_memory", lambda run: None)
+    monkeypatch.setattr(loop._Training, "measure_memory", lambda run: None)
     assert fit(cell("listops", "macformer_exp", extra))[0].losses == measured.losses
 
 

@@ -397,12 +397,18 @@ def test_a_checkpoint_is_evaluated(tiny: Tiny, capsys: pytest.CaptureFixture[str
     ("override", "sentence"),
     [
         ("trainer.warmup_steps=10", "trainer: warmup_steps=10 must be below the 10 steps of all epochs"),
-        ("trainer.warmup_steps=1", "trainer: warmup_steps=1 must be a whole number of at least 2"),
-        ("trainer.epochs=0", "trainer: epochs=0 must be a whole number of at least 1"),
-        ("trainer.steps_per_epoch=0", "trainer: steps_per_epoch=0 must be a whole number of at least 1"),
-        ("trainer.beam=0", "trainer: beam=0 must be a whole number of at least 1"),
+        (
+            "trainer.warmup_steps=1",
+            r"trainer\.warmup_steps=1 .* it should be greater than or equal to 2",
+        ),
+        ("trainer.epochs=0", r"trainer\.epochs=0 does not fit Translator: it should be greater than 0"),
+        (
+            "trainer.steps_per_epoch=0",
+            r"trainer\.steps_per_epoch=0 does not fit Translator: it should be greater than 0",
+        ),
+        ("trainer.beam=0", r"trainer\.beam=0 does not fit Translator: it should be greater than 0"),
         ("trainer.beam=2.5", r"trainer\.beam=2\.5 does not fit Translator: it should be a valid integer"),
-        ("task.learning_rate=0.0", r"trainer: learning_rate=0\.0 must be above 0 and finite"),
+        ("task.learning_rate=0.0", r"trainer\.learning_rate=0\.0 does not fit Translator: it should be greater than 0"),
         ("+trainer.batch_size=3", r"trainer\.batch_size is not known: Translator takes epochs, .*"),
         ("+model.pooling=masked", r"model\.pooling is not known: Seq2Seq takes vocabulary, .*"),
         ("+task.data.length=64", r"task\.data\.length is not known: load takes folder, .*"),
