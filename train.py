@@ -34,7 +34,7 @@ def main(config: DictConfig) -> None:
         return
     notes.write("it began and has not told its end: it was killed, or is still at work")
     try:
-        run(config, overrides)
+        run(config, overrides, notes.concurrent)
         notes.write("")
     except KeyboardInterrupt as stop:
         notes.write("")
@@ -77,8 +77,8 @@ def command() -> int:
         if failed := notes.failures():
             print("\n".join([f"error: {len(failed)} of the sweep's runs failed:", *failed]), file=sys.stderr)
             code = code or 1
-        if notes.unheard:
-            print(f"{notes.unheard} of the sweep's runs did not begin: the same command goes on", file=sys.stderr)
+        if notes.not_started:
+            print(f"{notes.not_started} of the sweep's runs did not begin: the same command goes on", file=sys.stderr)
             code = code or 1
         if notes.stopped:
             code = 128 + notes.stopped

@@ -14,6 +14,8 @@ import numpy as np
 
 from macformer.harness import config as configs
 from macformer.harness import record as records
+from macformer.harness.identity import run_id
+from macformer.harness.plan import described
 from macformer.report.cells import MODELS, ROOT, TASKS
 
 SEEDS, ROUNDS = 48, 5
@@ -27,14 +29,16 @@ def made_up(
     accuracy: float = 0.37,
     status: records.Status = "ok",
     examples: int = 2000,
+    concurrent: int = 0,
 ) -> records.Record:
-    """The record that a run of this configuration could leave. Its id decides which test examples are right."""
-    run_id = records.run_id(config, "f")
-    entropy = int.from_bytes(hashlib.sha256(run_id.encode()).digest()[:8])
+    """The record that a run of this configuration could leave. Its names, seed and accuracy decide what is right."""
+    name = run_id(config, "f")
+    told = f"{config['task']['name']} {config['model']['name']} {config['seed']} {accuracy}"
+    entropy = int.from_bytes(hashlib.sha256(told.encode()).digest()[:8])
     right = np.random.default_rng(entropy).permutation(examples) < round(accuracy * examples)
     steps = range(500, 11_001, 500)
     return records.Record(
-        run_id=run_id,
+        run_id=name,
         status=status,
         message="" if status == "ok" else "why it failed",
         task=config["task"]["name"],
@@ -54,6 +58,8 @@ def made_up(
             device="cpu", device_name="Test CPU", python="3.11", torch="2", threads=1, precision="float32"
         ),
         sessions=[],
+        concurrent=concurrent,
+        **described(config, list(overrides)),
         parameters=1,
         quality=records.Quality(
             test_accuracy=float(right.mean()),

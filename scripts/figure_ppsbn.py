@@ -21,7 +21,7 @@ from lra_data.base import DataError
 from macformer.harness import config as configs
 from macformer.harness import files
 from macformer.harness import record as records
-from macformer.harness.plan import Cell
+from macformer.harness.plan import RunPlan
 from macformer.paper import experiments
 from scripts.table import find_block, write_block
 
@@ -36,23 +36,24 @@ BEGIN, END = "<!-- written by `make figure-ppsbn` -->", "<!-- until here: ppsbn 
 ARMS = {False: "without", True: "with"}
 
 
-def cells(seeds: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[bool, Cell]]:
+def plans(seeds: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[bool, RunPlan]]:
     """Each seed and arm; one sentence, as a ConfigError, for overrides that do not fit."""
     for seed in seeds:
         for ppsbn, option in ARMS.items():
-            config = configs.compose(*overrides, f"ppsbn={option}", f"seed={seed}", root="translate")
+            words = [*overrides, f"ppsbn={option}", f"seed={seed}"]
+            config = configs.compose(*words, root="translate")
             for key in ("force", "evaluate", "dry_run"):
                 if config[key]:
                     raise configs.ConfigError(f"{key} is for single runs: python train.py -cn translate")
-            yield ppsbn, Cell(config)
+            yield ppsbn, RunPlan(config, words)
 
 
 def finished(seeds: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[bool, records.Translation]]:
     """The record of each arm and seed."""
     fingerprint = ""
-    for ppsbn, cell in cells(seeds, overrides):
-        fingerprint = fingerprint or cell.load().fingerprint
-        file, _ = cell.places(fingerprint)
+    for ppsbn, plan in plans(seeds, overrides):
+        fingerprint = fingerprint or plan.task().fingerprint
+        file, _ = plan.record_and_checkpoint(fingerprint)
         record = records.finished(file)
         if not isinstance(record, records.Translation):
             raise DataError(f"{file} is not there, or not finished: the runs above should have made it")
@@ -98,7 +99,6 @@ def report_of(found: Sequence[tuple[bool, records.Translation]], command: str) -
 def _run(ppsbn: bool, record: records.Translation) -> dict[str, Any]:
     assert record.quality
     assert record.time
-    time = record.time
     return {
         "ppsbn": ppsbn,
         "seed": record.seed,
@@ -107,7 +107,7 @@ def _run(ppsbn: bool, record: records.Translation) -> dict[str, Any]:
         "loss": record.quality.test_loss,
         "perplexity": record.quality.test_perplexity,
         "train_loss": record.history[-1].train_loss,
-        "seconds": time.train_seconds + time.evaluation_seconds + time.pause_seconds,
+        "seconds": record.time.total,
         "history": [
             point.model_dump(include={"step", "train_loss", "dev_loss", "dev_perplexity", "dev_bleu"})
             for point in record.history
@@ -135,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--seeds {options.seeds} should be whole numbers, as in 0,1,2")
         if home and (changes or options.seeds != SEEDS):
             raise ValueError("other keys or seeds need an --output: results/figures has the whole figure")
-        (_, first), *_ = cells(seeds, overrides)
-        first.load()
+        (_, first), *_ = plans(seeds, overrides)
+        first.task()
         options.output.mkdir(parents=True, exist_ok=True)
         find_block(BEGIN, END)  # all that can go wrong should do so now, not when the work is done
         arms = "ppsbn=" + ",".join(ARMS.values())

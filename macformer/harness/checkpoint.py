@@ -13,7 +13,8 @@ import filelock
 import torch
 
 from macformer.harness import files
-from macformer.harness.record import Run, Session, decisive, flat
+from macformer.harness.identity import DEFAULTS, decisive
+from macformer.harness.record import Run, Session
 
 FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
@@ -71,10 +72,18 @@ class Checkpoint:
         self.sessions = sessions
         return saved
 
-    def begin(self, first_step: int, commit: str | None, device_name: str) -> None:
+    def begin(self, first_step: int, commit: str | None, device_name: str, concurrent: int | None) -> None:
         """Another process, this one, works on the run."""
-        now = datetime.now(UTC).isoformat(" ", "milliseconds")
-        self.sessions.append(Session(began=now, first_step=first_step, commit=commit, device_name=device_name))
+        began = datetime.now(UTC).isoformat(" ", "milliseconds")
+        self.sessions.append(
+            Session(began=began, first_step=first_step, commit=commit, device_name=device_name, concurrent=concurrent)
+        )
+
+    @property
+    def concurrent(self) -> int | None:
+        """Other runs at work beside this one: the most of its sessions."""
+        known = [session.concurrent for session in self.sessions if session.concurrent is not None]
+        return max(known) if len(known) == len(self.sessions) else None
 
     def save(self, state: dict[str, Any], done: bool = False) -> None:
         """A disk that is full costs the checkpoint, not the run."""
@@ -82,7 +91,7 @@ class Checkpoint:
             "format": FORMAT,
             "done": done,
             "run_id": self.run_id,
-            "config": json.dumps(decisive(self.config)),
+            "config": json.dumps(self.config),
             "fingerprint": self.fingerprint,
             "sessions": [session.model_dump() for session in self.sessions],
         }
@@ -129,7 +138,7 @@ def load_for(config: dict[str, Any], fingerprint: str, name: str) -> dict[str, A
     """The checkpoint of that file or run id, if it was made with this configuration and these data."""
     file = Path(name) if name.endswith(".pt") else Path(config["paths"]["outputs"]) / name / "checkpoint.pt"
     saved = load(file)
-    theirs, ours = flat(json.loads(saved["config"])), flat(json.loads(json.dumps(decisive(config))))
+    theirs, ours = (DEFAULTS | decisive(each) for each in (json.loads(saved["config"]), config))
     theirs["data"], ours["data"] = saved["fingerprint"], fingerprint
     differing = [
         f"{key}={theirs.get(key)} (here {ours.get(key)})"

@@ -1,27 +1,35 @@
-"""What a configuration stands for before anything is computed: its run's id, record and checkpoint.
+"""What a configuration stands for before anything is computed: what runs, where, its id, how it differs from the paper.
 
-train.py runs a cell, the announcement of a sweep counts them: both must find the same files.
+A run and the announcement of a sweep both plan: they must find the same files.
 """
 
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from macformer.harness import checkpoint as checkpoints
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import record as records
+from macformer.harness.identity import flatten, run_id
 from macformer.harness.loop import Loop
 
+# Not in `differences`: device, threads and precision stand in the record's environment, the others change no result.
+NO_DIFFERENCE = ("seed", "device", "threads", "paths", "logger", "force", "evaluate", "dry_run")
+NO_DIFFERENCE_OF_TRAINER = ("precision", "telemetry", "checkpoint_every")
 
-class Cell:
+
+class RunPlan:
     """A configuration that fits, with `auto` settled for this machine."""
 
-    def __init__(self, config: DictConfig):
+    def __init__(self, config: DictConfig, overrides: list[str]):
         configs.check_top(config)
-        self.config = config
+        self.config, self.overrides = config, overrides
         self.device: torch.device = configs.checked("device", devices.choose, config.device)
         self.trainer: Loop = configs.build(config, "trainer")
         self.trainer.precision = devices.choose_precision(self.trainer.precision, self.device)
@@ -30,14 +38,85 @@ class Cell:
         self.resolved["trainer"]["precision"] = self.trainer.precision
         configs.check(config, "model")  # a typing error should not wait for the data
 
-    def load(self) -> Any:
+    def task(self) -> Any:
         """The task's data, packed first if need be."""
         paths = self.config.paths
         return configs.build(self.config, "task.data", folder=paths.data, origin=paths.get(self.config.task.name))
 
-    def places(self, fingerprint: str) -> tuple[Path, checkpoints.Checkpoint]:
+    def model(self, task: Any) -> nn.Module:
+        """Of this seed, for those data; the process is made ready for it."""
+        devices.prepare(self.device, self.config.threads, self.trainer.tf32)
+        torch.manual_seed(self.config.seed)
+        return configs.build(self.config, "model", **asdict(task.spec))
+
+    def record_and_checkpoint(self, fingerprint: str) -> tuple[Path, checkpoints.Checkpoint]:
         """With data of that fingerprint: where the record goes, and the checkpoint."""
-        run_id = records.run_id(self.resolved, fingerprint)
-        folder = Path(self.config.paths.outputs) / run_id
-        checkpoint = checkpoints.Checkpoint(folder, run_id, self.resolved, fingerprint)
-        return records.path(self.config.paths.results, self.resolved, run_id), checkpoint
+        name = run_id(self.resolved, fingerprint)
+        checkpoint = checkpoints.Checkpoint(Path(self.config.paths.outputs) / name, name, self.resolved, fingerprint)
+        return records.path(self.config.paths.results, self.resolved, name), checkpoint
+
+    def described(self) -> dict[str, Any]:
+        """What a record of LRA says of its run besides the configuration."""
+        return described(self.resolved, self.overrides) if "protocol" in self.config else {}
+
+
+def described(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    trainer = config["trainer"]
+    return {
+        "differences": differences(config, overrides),
+        "batch_size": trainer["batch_size"],
+        "padding": trainer["pad"],
+        "bucketing": trainer["bucket"],
+    }
+
+
+def differences(config: dict[str, Any], overrides: list[str]) -> records.Differences:
+    """Key by key, from `python train.py model=M task=T` as the YAML files stand."""
+    task = config["task"]["name"]
+    actual, (paper, follows) = flatten(config), _paper(config["model"]["name"], task)
+    found = records.Differences(model=[], task=[], shared=[], command=_command(overrides))
+    for key, value in sorted(actual.items()):
+        group, _, name = key.partition(".")
+        if name == "name" or group in NO_DIFFERENCE or (group == "trainer" and name in NO_DIFFERENCE_OF_TRAINER):
+            continue
+        if group == "model" and "model.name" not in paper:
+            continue  # a model that has no YAML: its name says that it is another one
+        # What follows another key is said there, and must be said if it does not, even if it is the paper's value.
+        original = paper.get(key)
+        usual = actual.get(follows[key], original) if key in follows else original
+        emptied = value is None and any(other.startswith(f"{key}.") for other in paper)  # a whole node
+        if value == usual and not emptied:
+            continue
+        if group == "protocol" and key not in follows.values():
+            continue  # of another task
+        change = f"{name or group} = {value}"
+        if not follows.get(key, "").startswith("task."):  # else the paper's value depends on the task
+            change += f" (paper: {original})"
+        if group == "model":
+            found.model.append(f"{name}={value}")
+        elif group == "task":
+            found.task.append(f"{task} {change}")
+        else:
+            found.shared.append(f"{group} {change}" if name else change)
+    for word in (word for word in overrides if word.startswith("~")):  # a key that was taken out
+        (found.model if word.startswith("~model") else found.shared).append(word)
+    return found
+
+
+def _command(overrides: list[str]) -> list[str]:
+    """Without what does not decide the result; where a source is on this machine is left open."""
+    other = ("model", "task=", "seed=", "force=", "logger", "sweep=", "hydra", "experiment=table2")
+    files = tuple(f"paths.{name}=" for name in ("data", "results", "outputs"))
+    kept = [word for word in overrides if not word.startswith((*other, *files))]
+    return [f"{word.partition('=')[0]}=..." if word.startswith("paths.") else word for word in kept]
+
+
+@cache
+def _paper(model: str, task: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The paper's protocol, keys joined by dots, and the keys that take the value of another one."""
+    known = (configs.CONFIGS / "model" / f"{model}.yaml").exists()
+    config = configs.compose(f"task={task}", *[f"model={model}"] * known)
+    raw = flatten(OmegaConf.to_container(config))
+    follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
+    values = flatten(configs.container(config))
+    return {key: value for key, value in values.items() if known or not key.startswith("model.")}, follows

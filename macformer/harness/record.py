@@ -5,7 +5,6 @@ python -m macformer.harness.record show results/runs/listops/rfa/listops.rfa.0.0
 
 import argparse
 import base64
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -21,9 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from macformer.harness import files
 from macformer.harness.progress import duration, mebibytes
 
-SCHEMA = 2
-# At the top and in the trainer: what does not decide the result.
-NOT_IN_RUN_ID = ("paths", "logger", "telemetry", "checkpoint_every", "force", "evaluate", "dry_run")
+SCHEMA = 3
 Status = Literal["ok", "oom", "diverged", "interrupted"]
 
 
@@ -61,6 +58,16 @@ class Session(Part):
     first_step: int
     commit: str | None
     device_name: str
+    concurrent: int | None  # so many other runs of its sweep may have been at work beside it; None: not known
+
+
+class Differences(Part):
+    """How a run differs from the paper's protocol, in words; from `python train.py model=M task=T`, that is."""
+
+    model: list[str]  # keys of the model: a row of its own
+    task: list[str]  # what holds for this task alone: its data, its learning rate
+    shared: list[str]  # what holds for every task: the schedule, the padding
+    command: list[str]  # what was typed besides model, task and seed: the same for the runs of one sweep
 
 
 class Quality(Part):
@@ -128,6 +135,11 @@ class Time(Part):
     step_p10: float
     step_p50: float
     step_p90: float
+
+    @property
+    def total(self) -> float:
+        """Of the whole run."""
+        return self.train_seconds + self.evaluation_seconds + self.pause_seconds
 
 
 class Memory(Part):
@@ -197,6 +209,7 @@ class Run(Part):
     data: Data
     environment: Environment
     sessions: list[Session]
+    concurrent: int | None  # the most of its sessions; None: not known of one of them
     parameters: int
     quality: Any  # what it is, the children say
     time: Time | None
@@ -225,6 +238,10 @@ class Record(Run):
     command: ClassVar[str] = "python train.py"
 
     kind: Literal["lra"] = "lra"
+    differences: Differences
+    batch_size: int
+    padding: Literal["full", "trim"]
+    bucketing: bool
     quality: Quality | None
     history: list[Point]
 
@@ -237,26 +254,6 @@ class Translation(Run):
     kind: Literal["translation"] = "translation"
     quality: Translated | None
     history: list[Epoch]
-
-
-def decisive(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides the result."""
-    trainer = {key: value for key, value in config["trainer"].items() if key not in NOT_IN_RUN_ID}
-    return {key: value for key, value in config.items() if key not in NOT_IN_RUN_ID} | {"trainer": trainer}
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots. A class goes by its bare name, wherever it stands."""
-    if not isinstance(tree, dict):
-        return {prefix: tree.rpartition(".")[2] if prefix.endswith("_target_") else tree}
-    return {key: value for name in tree for key, value in flat(tree[name], f"{prefix}.{name}".strip(".")).items()}
-
-
-def run_id(config: dict[str, Any], fingerprint: str) -> str:
-    """task.model.seed.hash8; the hash covers all that decides the result."""
-    text = json.dumps([decisive(config), fingerprint], sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return f"{config['task']['name']}.{config['model']['name']}.{config['seed']}.{digest}"
 
 
 def path(results: str | Path, config: dict[str, Any], run: str) -> Path:

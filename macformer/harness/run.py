@@ -1,9 +1,7 @@
 """One run: plan -> data -> model -> training -> record."""
 
-from dataclasses import asdict
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torch import nn
 
@@ -12,8 +10,8 @@ from macformer.harness import checkpoint as checkpoints
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import record as records
-from macformer.harness.loop import CannotRun, Look, Loop, OutOfMemory, load_weights
-from macformer.harness.plan import Cell
+from macformer.harness.loop import CannotRun, Look, OutOfMemory, load_weights
+from macformer.harness.plan import RunPlan
 from macformer.harness.progress import Screen, duration, mebibytes
 
 
@@ -28,12 +26,12 @@ class RunFailed(Exception):
 EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotRun, OutOfMemory, RunFailed, OSError)
 
 
-def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
-    """Compose -> task -> model -> fit -> record."""
-    cell = Cell(config)
-    device, trainer, resolved = cell.device, cell.trainer, cell.resolved
-    task = cell.load()
-    file, checkpoint = cell.places(task.fingerprint)
+def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Run | None:
+    """Plan -> data -> model -> training -> record. `concurrent`: so many other runs may be at work beside it."""
+    plan = RunPlan(config, overrides)
+    device, trainer = plan.device, plan.trainer
+    task = plan.task()
+    file, checkpoint = plan.record_and_checkpoint(task.fingerprint)
     run_id = checkpoint.run_id
     code = records.code()
     finished = records.finished(file)
@@ -43,24 +41,23 @@ def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
             print(f"warning: that record was made by commit {finished.code.commit}, this is {code.commit}")
         return finished
 
-    devices.prepare(device, config.threads, trainer.tf32)
-    torch.manual_seed(config.seed)
-    model = configs.build(config, "model", **asdict(task.spec))
+    model = plan.model(task)
     parameters = sum(p.numel() for p in model.parameters())
     environment = records.environment(device.type, devices.describe(device), config.threads, trainer.precision)
     sizes = " / ".join(f"{len(task.splits[split]):,}" for split in SPLITS)
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     if config.evaluate:
         with trainer.plainly():
-            evaluate_only(config.evaluate, resolved, trainer, model, task, device, config.seed)
+            evaluate_only(config.evaluate, plan, model, task)
         return None
     where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
     print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}, {trainer.precision}); {where}")
     if config.dry_run:
-        forecast(trainer, model, task, device, config.seed)
+        print_forecast(plan, model, task)
         return None
 
     trainer.goal(task, config.seed)  # settings that do not fit the data should fail now, and leave nothing behind
+    described = plan.described()
     file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
     with checkpoint.alone():
         finished = records.finished(file)  # another process may just have finished it
@@ -71,11 +68,11 @@ def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
             print(f"going on from step {saved['step']:,} ({checkpoint.file}; delete it to start anew)")
             if checkpoint.sessions[-1].commit != code.commit:
                 print(f"warning: commit {checkpoint.sessions[-1].commit} saved it, this is {code.commit}")
-        checkpoint.begin(saved["step"] + 1 if saved else 1, code.commit, environment.device_name)
+        checkpoint.begin(saved["step"] + 1 if saved else 1, code.commit, environment.device_name, concurrent)
         logger = None
         if config.logger:
             began = checkpoint.sessions[0].began
-            logger = configs.build(config, "logger", settings=resolved, run_id=run_id, began=began)
+            logger = configs.build(config, "logger", settings=plan.resolved, run_id=run_id, began=began)
         log = logger.log if logger else None
         result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
         record = trainer.record(
@@ -86,7 +83,7 @@ def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
             model=config.model.name,
             seed=config.seed,
             steps_done=len(result.losses),
-            config=resolved,
+            config=plan.resolved,
             overrides=overrides,
             code=code,
             data=records.Data(
@@ -97,6 +94,8 @@ def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
             ),
             environment=environment,
             sessions=checkpoint.sessions,
+            concurrent=checkpoint.concurrent,
+            **described,
             parameters=parameters,
             quality=result.quality,
             time=result.time,
@@ -123,12 +122,11 @@ def run(config: DictConfig, overrides: list[str]) -> records.Run | None:
     return record
 
 
-def evaluate_only(
-    name: str, config: dict[str, Any], trainer: Loop, model: nn.Module, task: Any, device: torch.device, seed: int
-) -> None:
+def evaluate_only(name: str, plan: RunPlan, model: nn.Module, task: Any) -> None:
     """Test the weights of a checkpoint, named by its file or its run's id."""
-    saved = checkpoints.load_for(config, task.fingerprint, name)
-    goal, screen = trainer.goal(task, seed), Screen()
+    saved = checkpoints.load_for(plan.resolved, task.fingerprint, name)
+    trainer, device = plan.trainer, plan.device
+    goal, screen = trainer.goal(task, plan.config.seed), Screen()
 
     def tick(done: int) -> None:
         screen.live(lambda: f"evaluating: {done:,} of {goal.test_examples:,} examples")
@@ -143,10 +141,10 @@ def evaluate_only(
     screen.close()
 
 
-def forecast(trainer: Loop, model: nn.Module, task: Any, device: torch.device, seed: int) -> None:
+def print_forecast(plan: RunPlan, model: nn.Module, task: Any) -> None:
     """What the run would cost."""
-    with trainer.plainly():
-        cost = trainer.forecast(model, task, device, seed)
+    with plan.trainer.plainly():
+        cost = plan.trainer.forecast(model, task, plan.device, plan.config.seed)
     total = cost.train_seconds + cost.evaluation_seconds
     print(f"a step takes {1000 * cost.step_seconds:.3g} ms (mean of {cost.measured_steps})")
     print(f"peak memory of training {mebibytes(cost.memory.peak_bytes)} ({cost.memory.method})")

@@ -1,8 +1,7 @@
 """Run records -> the cells of Table 2, and what they can carry.
 
-Records are only put into one table if they ran under the same conditions. What differs from the paper's protocol
-(that is, from `python train.py model=M task=T` as the YAML files stand) is in the table's title; a model with a
-changed key is a row of its own.
+Records are only put into one table if they ran under the same conditions. What differs from the paper's protocol is in
+the table's title; a model with a changed key is a row of its own.
 """
 
 import hashlib
@@ -12,17 +11,12 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException
-from omegaconf import OmegaConf
 
 from macformer.harness import record as records
 from macformer.harness.record import Record
@@ -36,8 +30,6 @@ TASKS = tuple(PAPER["accuracy"])
 BASELINE = "transformer"
 MACHINE = ("device_name", "threads", "precision", "torch")
 SEEDS = (0, 1, 2)  # of configs/experiment/table2.yaml
-# Device, threads and precision stand in the environment.
-NOT_CONDITIONS = ("name", "seed", "device", "threads", "precision", *records.NOT_IN_RUN_ID)
 
 
 @dataclass
@@ -165,19 +157,19 @@ def tables(
     ones if the same words made them, as trainer=cpu does of all tasks. Failed runs have no cell.
     `floors` as in results/floors.json, `bench` as in results/bench/models.json.
     """
-    groups: dict[Any, dict[str, dict[Any, list[Run]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for record in sorted(found, key=lambda record: record.run_id):
-        if record.status == "ok":
-            run = _place(record)
-            groups[run.shared, run.machine][record.task][run.own, record.data.fingerprint].append(run)
+    groups: dict[Any, dict[str, dict[Any, list[Record]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for run in sorted(found, key=lambda record: record.run_id):
+        if run.status == "ok":
+            shared = tuple(run.differences.shared), machine(run)
+            groups[shared][run.task][own(run), run.data.fingerprint].append(run)
     made = []
     for _, by_task in sorted(groups.items(), key=lambda group: group[0]):
-        side_by_side: dict[Any, dict[str, list[Run]]] = defaultdict(dict)
+        side_by_side: dict[Any, dict[str, list[Record]]] = defaultdict(dict)
         for task, settings in by_task.items():
-            for (own, _), runs in sorted(settings.items(), key=lambda item: item[0]):
-                words = min(run.words for run in runs) if own else ()
-                place = next(place for place in count() if task not in side_by_side[bool(own), words, place])
-                side_by_side[bool(own), words, place][task] = runs
+            for (changed, _), runs in sorted(settings.items(), key=lambda item: item[0]):
+                words = min(typed(run) for run in runs) if changed else ()
+                place = next(place for place in count() if task not in side_by_side[bool(changed), words, place])
+                side_by_side[bool(changed), words, place][task] = runs
         made += [_table(columns, floors, bench) for _, columns in sorted(side_by_side.items())]
     made.sort(key=lambda table: bool(table.conditions))  # the paper's protocol first, whatever the machine
     if not made or (papers and made[0].conditions):
@@ -185,107 +177,35 @@ def tables(
     return made
 
 
-@dataclass
-class Run:
-    """A record, and how its conditions differ from the paper's protocol."""
-
-    record: Record
-    row: str
-    shared: tuple[str, ...]  # conditions that hold for all tasks of a table
-    own: tuple[str, ...]  # those of its task
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """What was typed that holds for all cells of a sweep, less where things are and go."""
-        other = ("model", "task=", "seed=", "experiment=table2", "force=", "paths.", "logger", "sweep=", "hydra")
-        return tuple(sorted(word for word in self.record.overrides if not word.startswith(other)))
-
-    @property
-    def machine(self) -> str:
-        environment = self.record.environment
-        names = dict.fromkeys([*(session.device_name for session in self.record.sessions), environment.device_name])
-        threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
-        return f"{' and '.join(names)} ({threads}, {environment.precision}, torch {environment.torch})"
+def own(record: Record) -> tuple[str, ...]:
+    """What is not the paper's of this run's task."""
+    stand_in = [f"{record.task} on STAND-IN data, not LRA's"] * (record.data.source == "stand-in")
+    return (*stand_in, *record.differences.task)
 
 
-@dataclass
-class Paper:
-    """`python train.py model=M task=T` as the YAML files stand: the paper's protocol, keys joined by dots."""
-
-    values: dict[str, Any]
-    follows: dict[str, str]  # keys that take the value of another one
+def typed(record: Record) -> tuple[str, ...]:
+    """What made it other than the paper's, wherever its data were."""
+    return tuple(sorted(word for word in record.differences.command if not word.startswith("paths.")))
 
 
-@cache
-def _paper(model: str, task: str) -> Paper:
-    """Empty for a model or task that has no YAML any more."""
-    of_model, of_task = _composed(f"model={model}"), _composed(f"task={task}")
-    if not (of_model.values and of_task.values):
-        return Paper({}, {})
-    # A model's keys do not depend on the task, nor a task's on the model: composing is slow.
-    merged = [
-        {key: value for key, value in rest.items() if not key.startswith("model.")}
-        | {key: value for key, value in own.items() if key.startswith("model.")}
-        for rest, own in ((of_task.values, of_model.values), (of_task.follows, of_model.follows))
-    ]
-    return Paper(*merged)
+def row(record: Record) -> str:
+    changed = record.differences.model
+    return record.model + (f" ({', '.join(changed)})" if changed else "")
 
 
-@cache
-def _composed(choice: str) -> Paper:
-    before = GlobalHydra.instance().hydra  # somebody may be composing
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            config = compose("train", [choice])
-    except MissingConfigException:
-        return Paper({}, {})
-    finally:
-        GlobalHydra.instance().hydra = before
-    raw = records.flat(OmegaConf.to_container(config))
-    follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
-    return Paper(records.flat(OmegaConf.to_container(config, resolve=True)), follows)
+def machine(record: Record) -> str:
+    environment = record.environment
+    names = dict.fromkeys([*(session.device_name for session in record.sessions), environment.device_name])
+    threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
+    return f"{' and '.join(names)} ({threads}, {environment.precision}, torch {environment.torch})"
 
 
-def _place(record: Record) -> Run:
-    """Sort a run's differences into row, shared and own conditions."""
-    actual, paper = records.flat(record.config), _paper(record.model, record.task)
-    row, shared, own = [], [], []
-    if record.data.source == "stand-in":
-        own.append(f"{record.task} on STAND-IN data, not LRA's")
-    for key, value in sorted(actual.items()):  # keys that came after the record do not count
-        group, _, name = key.partition(".")
-        original = paper.values.get(key)
-        emptied = value is None and any(other.startswith(f"{key}.") for other in paper.values)  # a whole node
-        if group in NOT_CONDITIONS or name in NOT_CONDITIONS:
-            continue
-        # What follows another key is said there, and must be said if it does not, even if it is the paper's value.
-        usual = actual.get(paper.follows[key], original) if key in paper.follows else original
-        if value == usual and not emptied:
-            continue
-        if group == "protocol" and key not in paper.follows.values():
-            continue  # of another task
-        change = f"{name or group} = {value}"
-        if not paper.follows.get(key, "").startswith("task."):  # else the paper's value depends on the task
-            change += f" (paper: {original})"
-        if group == "model":
-            row.append(f"{name}={value}")
-        elif group == "task":
-            own.append(f"{record.task} {change}")
-        else:
-            shared.append(f"{group} {change}" if name else change)
-    for word in (word for word in record.overrides if word.startswith("~")):  # a key that was taken out
-        (row if word.startswith("~model") else shared).append(word)
-    label = record.model + (f" ({', '.join(row)})" if row else "")
-    return Run(record, label, tuple(shared), tuple(own))
-
-
-def _table(columns: dict[str, list[Run]], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> Table:
+def _table(columns: dict[str, list[Record]], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> Table:
     runs = [run for column in columns.values() for run in column]
-    shared = [condition for run in runs for condition in run.shared]
+    shared = [condition for run in runs for condition in run.differences.shared]
     every = [*TASKS, *sorted(columns.keys() - set(TASKS))]
-    own = [condition for task in every for run in columns.get(task, []) for condition in run.own]
-    conditions = list(dict.fromkeys(shared + own))
+    of_tasks = [condition for task in every for run in columns.get(task, []) for condition in own(run)]
+    conditions = list(dict.fromkeys(shared + of_tasks))
     tasks = [task for task in every if task in columns or not conditions]
     made = [_column(task, columns.get(task, []), floors, bench) for task in tasks]
     compared = [cell for column in made for cell in column.cells.values() if cell.versus]
@@ -296,7 +216,7 @@ def _table(columns: dict[str, list[Run]], floors: list[dict[str, Any]], bench: d
             cell.supported = _supported(cell, column.cells[BASELINE], column.noise)
     raced = any(cell.race for column in made for cell in column.cells.values())
     race_machine = bench["environment"]["device_name"] if raced and bench else None
-    return Table(conditions, runs[0].machine if runs else None, race_machine, made)
+    return Table(conditions, machine(runs[0]) if runs else None, race_machine, made)
 
 
 def _supported(cell: Cell, baseline: Cell, noise: Noise | None) -> bool:
@@ -310,50 +230,52 @@ def _supported(cell: Cell, baseline: Cell, noise: Noise | None) -> bool:
     )
 
 
-def _column(task: str, runs: list[Run], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> Column:
+def _column(task: str, runs: list[Record], floors: list[dict[str, Any]], bench: dict[str, Any] | None) -> Column:
     by_row: dict[str, dict[int, Record]] = defaultdict(dict)
     for run in runs:  # two records of one seed differ in a key that this task does not read: the first counts
-        by_row[run.row].setdefault(run.record.seed, run.record)
+        by_row[row(run)].setdefault(run.seed, run)
     race = _raced(task, runs, bench)
     raced = _races(race["arms"]) if race else {}
-    cells = {row: Cell(row, row) for row in (*MODELS, *raced)}
-    for row, by_seed in by_row.items():
+    cells = {name: Cell(name, name) for name in (*MODELS, *raced)}
+    for name, by_seed in by_row.items():
         ordered = [by_seed[seed] for seed in sorted(by_seed)]
-        cells[row] = Cell(row, ordered[0].model, ordered)
+        cells[name] = Cell(name, ordered[0].model, ordered)
     cells = dict(sorted(cells.items(), key=lambda item: _order(item[1])))
     the_papers = measured = _floors(
         task, [f for f in floors if f["protocol"] == "paper" and f.get("whole") and f["source"] != "stand-in"]
     )
     if runs:
-        data = runs[0].record.data
+        data = runs[0].data
         assert data.majority is not None, "LRA has labels"
         measured = _floors(task, [floor for floor in floors if floor["fingerprint"] == data.fingerprint])
         measured = measured or {"test_examples": data.examples["test"], "test_accuracy": {"majority": data.majority}}
     known = measured.get("test_accuracy", {})
-    outcomes = {row: _outcomes(cell.runs) for row, cell in cells.items() if cell.runs}
-    for row, cell in cells.items():
-        cell.race = raced.get(row)
-        cell.comparable = not any(run.own for run in runs)
+    outcomes = {name: _outcomes(cell.runs) for name, cell in cells.items() if cell.runs}
+    for name, cell in cells.items():
+        cell.race = raced.get(name)
+        cell.comparable = not any(map(own, runs))
         _set_paper(cell, task, the_papers.get("test_accuracy", {}))
         if cell.runs:
-            _measure(cell, cells[BASELINE].runs, outcomes[row], max(known.values()))
-    seeded = {row: dict(zip((run.seed for run in cells[row].runs), outcomes[row], strict=True)) for row in outcomes}
-    noise = statistics.noise({row: {s: float(each.mean()) for s, each in seeded[row].items()} for row in seeded})
-    for row in outcomes.keys() - {BASELINE} if BASELINE in outcomes else ():
-        digest = hashlib.sha256(outcomes[row].tobytes() + outcomes[BASELINE].tobytes()).digest()
+            _measure(cell, cells[BASELINE].runs, outcomes[name], max(known.values()))
+    seeded = {
+        name: dict(zip((run.seed for run in cells[name].runs), each, strict=True)) for name, each in outcomes.items()
+    }
+    noise = statistics.noise({name: {s: float(each.mean()) for s, each in seeded[name].items()} for name in seeded})
+    for name in outcomes.keys() - {BASELINE} if BASELINE in outcomes else ():
+        digest = hashlib.sha256(outcomes[name].tobytes() + outcomes[BASELINE].tobytes()).digest()
         entropy = int.from_bytes(digest[:8])
-        cells[row].versus = statistics.compare(outcomes[row], outcomes[BASELINE], noise, entropy)
+        cells[name].versus = statistics.compare(outcomes[name], outcomes[BASELINE], noise, entropy)
     one, other = (seeded.get(twin, {}) for twin in TWINS)
     return Column(
         task=task,
-        conditions=list(dict.fromkeys(condition for run in runs for condition in run.shared + run.own)),
+        conditions=list(dict.fromkeys(word for run in runs for word in (*run.differences.shared, *own(run)))),
         cells=cells,
         floors=known,
         floors_of=_floors_of(measured) if known else "",
         dev_floors=measured.get("dev_accuracy", {}),
         noise=noise,
         twins_differ=[seed for seed in one if seed in other and not np.array_equal(one[seed], other[seed])],
-        fill=_fill(task, cells, runs[0].record.overrides if runs else []),
+        fill=_fill(task, cells, runs[0].differences.command if runs else []),
         race_notes=[line for line in bench["left_out"] if line.startswith(race["setting"])] if bench and race else [],
     )
 
@@ -424,24 +346,22 @@ def _floors_of(measured: dict[str, Any]) -> str:
     return f"{examples:,} examples (standard error of the best: {error:.1f})"
 
 
-def _raced(task: str, runs: list[Run], bench: dict[str, Any] | None) -> dict[str, Any] | None:
+def _raced(task: str, runs: list[Record], bench: dict[str, Any] | None) -> dict[str, Any] | None:
     """The race at the batches of these runs, on their machine; without runs, at the paper's, on any."""
-    config, environment = _paper(BASELINE, task).values, None
+    wanted: tuple[Any, ...] = task, "full", False, PAPER["batch_size"][task] if task in TASKS else None
+    if not bench:
+        return None
     if runs:
-        first = runs[0].record
-        paper, config, environment = config, config | records.flat(first.config), first.environment
-        same = [f"task.data.{key}" for key in ("length", "min_length", "max_length")]
-        same += [f"trainer.{key}" for key in ("accumulate", "compile", "tf32")]
-        if any(config.get(key) != paper.get(key) for key in same):
+        first, machine = runs[0], bench["environment"]
+        wanted = task, first.padding, first.bucketing, first.batch_size
+        lengths, trainer = first.config["task"]["data"], first.config["trainer"]
+        changed = task in TASKS and any(lengths.get(key) != value for key, value in PAPER["lengths"][task].items())
+        if changed or trainer.get("accumulate", 1) > 1 or trainer.get("compile") or trainer.get("tf32"):  # no race has
             return None
-    if not (bench and config):
-        return None
-    machine = bench["environment"]
-    if environment and any(machine[key] != getattr(environment, key) for key in MACHINE):
-        return None
-    batches = task, config.get("pad"), config.get("bucket"), config.get("trainer.batch_size")
+        if any(machine[key] != getattr(first.environment, key) for key in MACHINE):
+            return None
     keys = ("task", "padding", "bucket", "batch_size")
-    return next((result for result in bench["results"] if tuple(result[key] for key in keys) == batches), None)
+    return next((result for result in bench["results"] if tuple(result[key] for key in keys) == wanted), None)
 
 
 def _races(arms: dict[str, Any]) -> dict[str, Race]:
@@ -458,17 +378,15 @@ def _races(arms: dict[str, Any]) -> dict[str, Race]:
     return races
 
 
-def _fill(task: str, cells: dict[str, Cell], overrides: list[str]) -> list[str]:
-    """By the words of a run that is there: other models, and the seeds that they lack. Its folders are its own."""
+def _fill(task: str, cells: dict[str, Cell], command: list[str]) -> list[str]:
+    """By what was typed for a run that is there: other models, and the seeds that they lack."""
     seeds = {run.seed for cell in cells.values() for run in cell.runs} or set(SEEDS)
     lacking: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for model in MODELS:
         lacking[tuple(sorted(seeds - {run.seed for run in cells[model].runs}))].append(model)
-    skip = ("model", "task=", "seed=", "force=", "paths.data=", "paths.results=", "paths.outputs=", "logger")
-    kept = [word for word in overrides if not word.startswith(skip)]
-    kept = [f"{word.partition('=')[0]}=..." if word.startswith("paths.") else shlex.quote(word) for word in kept]
+    words = [word if word.startswith("paths.") else shlex.quote(word) for word in command]
     return [
-        f"python train.py -m model={','.join(models)} {' '.join([f'task={task}', f'seed={numbers}', *kept])}"
+        f"python train.py -m model={','.join(models)} {' '.join([f'task={task}', f'seed={numbers}', *words])}"
         for numbers, models in ((",".join(map(str, lacked)), models) for lacked, models in sorted(lacking.items()))
         if numbers
     ]

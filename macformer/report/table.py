@@ -290,11 +290,8 @@ def _about_runs(task: str, runs: list[Record]) -> list[str]:
     commits = sorted({f"{str(run.code.commit)[:8]}{' with changes' if run.code.dirty else ''}" for run in runs})
     if len(commits) > 1:
         lines.append(f"{task}: the runs are of several commits: {', '.join(commits)}.")
-    shared = sum("sweep=joblib" in run.overrides for run in runs)
-    if shared:
-        lines.append(
-            f"{task}: {shared} of {len(runs)} runs had others beside them (sweep=joblib): their times are no race."
-        )
+    if beside := sum(bool(run.concurrent) for run in runs):
+        lines.append(f"{task}: {beside} of {len(runs)} runs had others beside them: their times are no race.")
     return lines
 
 

@@ -69,6 +69,6 @@ def _record(overrides: tuple[str, ...], accuracy: float, **given: Any) -> record
 
 def golden_tables() -> dict[str, str]:
     """By the file's name."""
-    found, problems = fixture_records(), ["runs/broken.json is not a run record of schema 2: Invalid JSON"]
+    found, problems = fixture_records(), ["runs/broken.json is not a run record of schema 3: Invalid JSON"]
     made = table.formats(cells.tables(found, FLOORS, BENCH), found, problems)
     return {f"table2.{ending}": text for ending, text in made.items()}

@@ -1,6 +1,10 @@
 """The record: its schema, its name, whole or not there."""
 
+import copy
+import inspect
 import json
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
+from macformer import KernelAttention, PostSBN, PreSBN, RFAttention, RMFAttention, SoftmaxAttention
+from macformer.harness import config as configs
 from macformer.harness import record as records
+from macformer.harness.checkpoint import Checkpoint
+from macformer.harness.identity import DEFAULTS, decisive, run_id
+from macformer.harness.plan import RunPlan
 from macformer.harness.run import run
+from macformer.harness.trainer import Trainer
+from macformer.model import Classifier
+from tests import forked
+from tests.conftest import ROOT
 
 Cell = Callable[..., DictConfig]
 
@@ -57,7 +70,7 @@ def test_what_does_not_fit_the_schema_is_refused_by_name(
 ) -> None:
     _, file = finished
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match=f"{file.name} is not a run record of schema 2: {complaint}"):
+    with pytest.raises(ValueError, match=f"{file.name} is not a run record of schema 3: {complaint}"):
         records.read(file)
 
 
@@ -136,16 +149,144 @@ def test_a_finished_record_of_another_commit_is_kept_with_a_warning(
     assert "made by commit abc" in capsys.readouterr().out
 
 
-def test_run_id_covers_what_decides_the_result() -> None:
-    config = {"task": {"name": "text"}, "model": {"name": "rfa"}, "seed": 3, "paths": {"data": "a"}, "force": False}
-    config["trainer"] = {"steps": 8, "telemetry": False}
-    name = records.run_id(config, "f")
-    assert name.startswith("text.rfa.3.")
-    assert records.run_id(config | {"paths": {"data": "b"}, "force": True, "logger": {"x": 1}}, "f") == name
-    assert records.run_id(config | {"trainer": {"steps": 8, "telemetry": True}}, "f") == name
-    assert records.run_id(config | {"trainer": {"steps": 9, "telemetry": False}}, "f") != name
-    assert records.run_id(config, "g") != name
-    assert records.run_id(config | {"threads": 2}, "f") != name
+@pytest.fixture
+def config() -> dict:
+    """That of `python train.py model=macformer_exp task=listops` on a CPU."""
+    settled = configs.container(configs.compose()) | {"device": "cpu"}
+    settled["trainer"]["precision"] = "float32"
+    return settled
+
+
+def changed(config: dict, key: str, value: object) -> dict:
+    """With another value at the key, its parts joined by dots."""
+    tree = copy.deepcopy(config)
+    *path, last = key.split(".")
+    node = tree
+    for part in path:
+        node = node[part]
+    node[last] = value
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("seed", 1), ("threads", 2), ("device", "cuda"), ("task.name", "text"), ("model.name", "rfa")],
+        *[("trainer.steps", 9), ("trainer.batch_size", 1), ("trainer.learning_rate", 1.0), ("trainer.new", 3)],
+        *[("model.width", 32), ("model.pre_sbn", None), ("model.attention.kernel", "inv"), ("task.data.length", 64)],
+        ("model.attention._target_", "macformer.attention.KernelAttention"),
+    ],
+)
+def test_another_run_has_another_id(config: dict, key: str, value: object) -> None:
+    assert run_id(changed(config, key, value), "f") != run_id(config, "f")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("paths.data", "elsewhere"), ("force", True), ("logger", {"project": "x"}), ("trainer.telemetry", True)],
+        *[("trainer.checkpoint_every", 7), ("trainer.name", "mine"), ("protocol.name", "mine")],
+        *[("model.attention._target_", "moved.RMFAttention"), ("trainer._target_", "moved.Trainer")],
+        *[("model.direction", "both"), ("task.data.new", 3)],
+    ],
+)
+def test_a_class_that_moves_and_a_new_key_at_its_default_change_no_id(
+    config: dict, key: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DEFAULTS, "model.direction", "both")
+    monkeypatch.setitem(DEFAULTS, "task.data.new", 3)
+    name = run_id(config, "f")
+    assert re.fullmatch(r"listops\.macformer_exp\.0\.[0-9a-f]{8}", name)
+    assert run_id(changed(config, key, value), "f") == name
+    assert run_id(config, "g") != name
+
+
+def test_only_what_is_not_at_its_default_is_hashed(config: dict) -> None:
+    """The paper's protocol has nothing but its names and seed."""
+    found = {key for key, value in decisive(config).items() if value != DEFAULTS.get(key, ...)}
+    assert found == {"task.name", "model.name", "seed"}
+
+
+def test_a_key_that_is_left_out_has_its_default() -> None:
+    """Where the constructor has another default, two runs would have one id."""
+    homes = {
+        "model.attention": (RMFAttention, RFAttention, SoftmaxAttention, KernelAttention),
+        "model.pre_sbn": (PreSBN,),
+        "model.post_sbn": (PostSBN,),
+        "trainer": (Trainer,),
+        "model": (Classifier,),
+    }
+    compared = 0
+    for key, value in DEFAULTS.items():
+        home, _, name = key.rpartition(".")
+        for constructor in homes.get(home, ()):
+            argument = inspect.signature(constructor).parameters.get(name)
+            if argument and argument.default is not argument.empty:
+                assert argument.default == value, f"{constructor.__name__}: {key}"
+                compared += 1
+    assert compared >= 10
+
+
+def committed() -> list[Path]:
+    """Records of options that are no longer there stand in results/ablations/retired, and are exempt."""
+    listed = subprocess.run(["git", "ls-files", "results"], capture_output=True, text=True, cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("not a git checkout: cannot tell the committed records from yours")
+    names = [name for name in listed.stdout.split() if "/runs/" in name and name.endswith(".json")]
+    return [ROOT / name for name in names if not name.startswith("results/ablations/retired/")]
+
+
+@pytest.mark.parametrize("task", ["listops", "text", "retrieval", "multi30k"])
+def test_the_command_of_a_committed_record_finds_it(task: str) -> None:
+    """With its data, whose fingerprint the record has: nothing is trained again, nor gone on with."""
+    composed: dict[tuple[str, ...], DictConfig] = {}
+    found = [(file, records.read(file)) for file in committed() if f"/runs/{task}/" in str(file)]
+    assert found
+    for file, record in found:
+        root = "translate" if isinstance(record, records.Translation) else "train"
+        words = tuple(word for word in record.overrides if not word.startswith(("seed=", "paths.results=")))
+        if words not in composed:  # which is slow
+            composed[words] = configs.compose(*words, "device=cpu", root=root)
+        config = composed[words].copy()
+        config.seed, config.paths.results = record.seed, str(file.parents[3])
+        planned, _ = RunPlan(config, record.overrides).record_and_checkpoint(record.data.fingerprint)
+        assert planned == file
+        assert records.finished(file) == record
+        assert file.stem == record.run_id
+
+
+@pytest.mark.slow
+def test_a_committed_run_is_not_trained_again(tmp_path: Path) -> None:
+    """The whole program, which makes the data first: about a minute."""
+    words = "task=listops", "model=rfa", "seed=0", "experiment=table2", "trainer=cpu"
+    places = f"paths.data={tmp_path}/data", f"paths.outputs={tmp_path}/outputs", "hydra.callbacks.sweep.announce=false"
+    done = forked.run("train.py", "-m", *words, *places)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^listops\.rfa\.0\.\w+ is finished: results/runs/listops/rfa/", done.stdout, re.MULTILINE)
+    assert "steps on" not in done.stdout
+
+
+def test_a_record_says_how_its_run_differs_from_the_papers(cell: Cell) -> None:
+    """The words of the table's titles; which differences, tests/unit/test_table.py has."""
+    record = run(
+        cell("listops", "macformer_exp", "bucket=true", "model.attention.features=64", "task.learning_rate=1e-3"),
+        ["bucket=true", "model.attention.features=64", "paths.listops=/home", "paths.data=/data", "seed=0"],
+        concurrent=3,
+    )
+    assert record.differences.model == ["attention.features=64"]
+    assert "listops learning_rate = 0.001 (paper: 0.0001)" in record.differences.task
+    assert "trainer steps = 8 (paper: 10000)" in record.differences.shared
+    assert "bucket = True (paper: False)" in record.differences.shared
+    assert record.differences.command == ["bucket=true", "paths.listops=..."]
+    assert (record.batch_size, record.padding, record.bucketing, record.concurrent) == (2, "full", True, 3)
+    assert record.sessions[0].concurrent == 3
+
+
+def test_a_run_is_as_concurrent_as_its_most_crowded_session(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, "", {}, "")
+    for concurrent, most in ((1, 1), (0, 1), (None, None)):
+        checkpoint.begin(1, None, "", concurrent)
+        assert checkpoint.concurrent == most
 
 
 @given(st.lists(st.booleans(), min_size=1))

@@ -314,7 +314,8 @@ def test_a_changed_key_of_the_model_is_a_row_even_if_it_is_the_papers_value(make
 
 
 def test_a_run_that_changed_machines_has_a_table_of_its_own(make: Make) -> None:
-    sessions = [records.Session(began="", first_step=1, commit=None, device_name=name) for name in ("A100", "Test CPU")]
+    one = records.Session(began="", first_step=1, commit=None, device_name="A100", concurrent=0)
+    sessions = [one, one.model_copy(update={"device_name": "Test CPU"})]
     moved = make("model=rfa", "seed=1").model_copy(update={"sessions": sessions})
     assert "on A100 and Test CPU (1 thread" in render([make("model=rfa"), moved])
 
@@ -332,14 +333,6 @@ def test_a_node_set_to_null_is_a_change(make: Make) -> None:
 
 def test_another_model_with_records_has_a_row(make: Make) -> None:
     assert row(render([make("model=transformer_sdpa")]), "transformer_sdpa")[ACCURACY] == "37.00 (n=1)"
-
-
-def test_a_key_that_came_after_the_record_changes_nothing(make: Make) -> None:
-    old = make("model=rfa")
-    del old.config["trainer"]["tf32"], old.config["bucket"], old.config["model"]["attention"]["features"]
-    text = render([old], bench=BENCH)
-    assert "NOT the paper's" not in text
-    assert "37.00 (n=1)" in row(text, "rfa")
 
 
 def test_two_records_of_one_seed_are_not_two_seeds(make: Make) -> None:
@@ -421,7 +414,7 @@ def test_with_one_seed_nothing_is_bold(make: Make, few: str) -> None:
     text = render(
         three(make, "transformer", 0.2, seeds=seeds["transformer"]) + three(make, "rfa", 0.8, seeds=seeds["rfa"])
     )
-    assert row(text, "rfa")[P] == "0.0002"  # the spread of the other's seeds is small
+    assert float(row(text, "rfa")[P]) < 0.001  # the spread of the other's seeds is small
     assert row(text, "rfa")[ACCURACY].startswith("80.00")
     assert "the difference from the Transformer in 1 cell (1 of them with one seed, which supports none)" in text
 
@@ -479,11 +472,9 @@ def test_a_cell_that_does_not_beat_its_floor_is_marked(make: Make) -> None:
 
 
 def test_runs_side_by_side_are_told(make: Make) -> None:
-    alone, beside = make("model=rfa"), make("model=rfa", "sweep=joblib", "seed=1")
+    alone, beside = make("model=rfa"), make("model=rfa", "seed=1", concurrent=1)
     assert "beside them" not in render([alone])
-    assert "listops: 1 of 2 runs had others beside them (sweep=joblib): their times are no race." in render(
-        [alone, beside]
-    )
+    assert "listops: 1 of 2 runs had others beside them: their times are no race." in render([alone, beside])
 
 
 def test_floors_of_other_data_do_not_count_but_the_majority_does(make: Make) -> None:
@@ -544,7 +535,7 @@ def test_a_race_on_another_machine_is_not_shown(make: Make) -> None:
 
 
 def test_runs_that_were_taken_up_again_and_several_commits_are_told(make: Make) -> None:
-    session = records.Session(began="", first_step=1, commit="a" * 40, device_name="Test CPU")
+    session = records.Session(began="", first_step=1, commit="a" * 40, device_name="Test CPU", concurrent=0)
     one = make("model=rfa").model_copy(update={"sessions": [session, session]})
     two = make("model=rfa", "seed=1").model_copy(update={"code": records.Code(commit="a" * 40, dirty=True)})
     text = render([one, two])
@@ -581,18 +572,18 @@ def test_bad_files_are_named_and_left_out_and_the_rest_comes(make: Make, tmp_pat
     text = render(found, problems=problems)
     left_out = text.partition("**Files left out**")[2]
     for name, why in (
-        ("truncated", "is not a run record of schema 2: "),
-        ("binary", "is not a run record of schema 2: "),
-        ("list", "is not a run record of schema 2: .*should be an object"),
-        ("old", "has schema 1, and schema 2 is read here: run it anew"),
-        ("unknown", "is not a run record of schema 2: surprise"),
-        ("tampered", "is not a run record of schema 2: quality .+its test outcomes do not have its test accuracy"),
-        ("other", "is not a run record of schema 2: .*not tested on as many examples"),
-        ("no_time", "is not a run record of schema 2: .*it is ok, but lacks quality, time or memory"),
-        ("fast", "is not a run record of schema 2: time.train_seconds"),
-        ("bare", "is not a run record of schema 2: .*its configuration has no task, model or seed"),
-        ("renamed", "is not a run record of schema 2: .*task, model or seed are not those of the configuration"),
-        ("short", "is not a run record of schema 2: quality .+1992 test outcomes for 2000 examples"),
+        ("truncated", "is not a run record of schema 3: "),
+        ("binary", "is not a run record of schema 3: "),
+        ("list", "is not a run record of schema 3: .*should be an object"),
+        ("old", "has schema 1, and schema 3 is read here: run it anew"),
+        ("unknown", "is not a run record of schema 3: surprise"),
+        ("tampered", "is not a run record of schema 3: quality .+its test outcomes do not have its test accuracy"),
+        ("other", "is not a run record of schema 3: .*not tested on as many examples"),
+        ("no_time", "is not a run record of schema 3: .*it is ok, but lacks quality, time or memory"),
+        ("fast", "is not a run record of schema 3: time.train_seconds"),
+        ("bare", "is not a run record of schema 3: .*its configuration has no task, model or seed"),
+        ("renamed", "is not a run record of schema 3: .*task, model or seed are not those of the configuration"),
+        ("short", "is not a run record of schema 3: quality .+1992 test outcomes for 2000 examples"),
     ):
         assert re.search(rf"^- runs/listops/{name}.json {why}", left_out, re.MULTILINE), name
     assert "ended as oom: why it failed" in text

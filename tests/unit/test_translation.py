@@ -364,7 +364,7 @@ def test_a_record_of_a_translation_must_be_whole(tiny: Tiny, tmp_path: Path) -> 
     told = json.loads(file.read_text())
     del told["quality"]["test_bleu"]
     file.write_text(json.dumps(told))
-    with pytest.raises(ValueError, match=rf"{file} is not a run record of schema 2: quality.test_bleu Field required"):
+    with pytest.raises(ValueError, match=rf"{file} is not a run record of schema 3: quality.test_bleu Field required"):
         records.read(file)
     found, problems = cells.load(tmp_path)
     assert (found, len(problems)) == ([], 1)
