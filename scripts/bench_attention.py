@@ -39,8 +39,7 @@ from macformer.features import Sampling
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.harness import record as records
-from macformer.harness.race import MATMUL_FLOP, matmul, race, ratios
+from macformer.harness.race import MATMUL_FLOP, matmul, provenance, race, ratios
 from macformer.linear import FLOOR, plain_attention
 
 ROOT = Path(__file__).parent.parent
@@ -403,8 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         devices.prepare(device, 1)  # as train.py does: freed memory is kept, and explicit softmax saves its page faults
         results.append(measure(names, *HEADLINE, options.rounds, device) | {"allocator": "keeping"})
     report = {
-        "code": records.code().model_dump(),
-        "environment": records.environment(device.type, devices.describe(device), 1).model_dump(),
+        **provenance(device),
         "rounds": options.rounds,
         "no_figure": complaints,
         "results": results,

@@ -31,8 +31,7 @@ from lra_data import base, listops, retrieval
 from lra_data.base import Split, TaskSpec
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.harness import record as records
-from macformer.harness.race import race, ratios
+from macformer.harness.race import provenance, race, ratios
 
 ROOT = Path(__file__).parent.parent
 BATCH, LENGTH, TEXT = 16, 4096, 4000
@@ -174,8 +173,7 @@ def main() -> None:
         made[f"Retrieval, a generated train file of {size / 1e9:.2f} GB"] = prepare("retrieval", paths)
         made["Retrieval once more: the check of its sha256"] = prepare("retrieval", paths)
     report = {
-        "code": records.code().model_dump(),
-        "environment": records.environment("cpu", devices.describe(device), 1).model_dump(),
+        **provenance(device),
         "batch_seconds": seconds,
         "prepare": made,
         "listops_seconds_one_core": one_core(),

@@ -47,10 +47,9 @@ from macformer import RFAttention, RMFAttention, SoftmaxAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.harness import record as records
 from macformer.harness.loop import CLIP, EPS
 from macformer.harness.progress import duration, mebibytes
-from macformer.harness.race import MATMUL_FLOP, matmul, race, ratios
+from macformer.harness.race import MATMUL_FLOP, matmul, provenance, race, ratios
 from scripts.bench_attention import flop as attention_flop
 from scripts.table import find_block, write_block
 
@@ -534,10 +533,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lengths, out = over_lengths(options.rounds or ROUNDS["lengths"], device)
         left_out += out
     report = {
-        "code": records.code().model_dump(),
-        "environment": records.environment(
-            device.type, devices.describe(device), 1, devices.choose_precision("auto", device)
-        ).model_dump(),
+        **provenance(device, devices.choose_precision("auto", device)),
         "left_out": left_out,
         "claims": claims(results),
         "results": results,

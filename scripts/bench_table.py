@@ -32,19 +32,19 @@ def made_up(
     concurrent: int = 0,
 ) -> records.Record:
     """The record that a run of this configuration could leave. Its names, seed and accuracy decide what is right."""
-    name = run_id(config, "f")
-    told = f"{config['task']['name']} {config['model']['name']} {config['seed']} {accuracy}"
-    entropy = int.from_bytes(hashlib.sha256(told.encode()).digest()[:8])
+    names: dict[str, Any] = {"task": config["task"]["name"], "model": config["model"]["name"], "seed": config["seed"]}
+    entropy = int.from_bytes(hashlib.sha256(" ".join(map(str, [*names.values(), accuracy])).encode()).digest()[:8])
     right = np.random.default_rng(entropy).permutation(examples) < round(accuracy * examples)
-    steps = range(500, 11_001, 500)
+    shares = [step / 11_000 for step in range(500, 11_001, 500)]
+    no_time = dict.fromkeys(records.Time.model_fields, 0.0)
+    machine: dict[str, Any] = {"device": "cpu", "device_name": "Test CPU", "threads": 1, "precision": "float32"}
     return records.Record(
-        run_id=name,
+        **names,
+        **described(config, list(overrides)),
+        run_id=run_id(config, "f"),
         status=status,
         message="" if status == "ok" else "why it failed",
-        task=config["task"]["name"],
-        model=config["model"]["name"],
-        seed=config["seed"],
-        steps_done=steps[-1],
+        steps_done=11_000,
         config=config,
         overrides=list(overrides),
         code=records.Code(commit=None, dirty=None),
@@ -54,45 +54,33 @@ def made_up(
             examples={"train": 96000, "dev": 2000, "test": examples},
             majority=0.17,
         ),
-        environment=records.Environment(
-            device="cpu", device_name="Test CPU", python="3.11", torch="2", threads=1, precision="float32"
-        ),
+        environment=records.Environment(python="3.11", torch="2", **machine),
         sessions=[],
         concurrent=concurrent,
-        **described(config, list(overrides)),
         parameters=1,
         quality=records.Quality(
             test_accuracy=float(right.mean()),
             test_examples=examples,
             correct=records.pack_bits(right),
-            dev_accuracy=accuracy,
-            dev_step=steps[-1],
-            dev_examples=2000,
-            dev_subset="",
             last_dev_accuracy=accuracy,
             last_test_accuracy=accuracy,
+            dev_accuracy=accuracy,
+            dev_step=11_000,
+            dev_examples=2000,
+            dev_subset="",
         ),
-        time=records.Time(
-            train_seconds=seconds,
-            warmup_seconds=0.0,
-            data_wait_seconds=0.0,
-            evaluation_seconds=0.0,
-            pause_seconds=0.0,
-            step_p10=0.0,
-            step_p50=0.0,
-            step_p90=0.0,
-        ),
+        time=records.Time(**no_time | {"train_seconds": seconds}),
         memory=records.Memory(peak_bytes=peak, method="counted"),
         history=[
             records.Point(
-                step=step,
-                train_loss=2.3 - accuracy * step / steps[-1],
-                dev_loss=2.3 - accuracy * step / steps[-1],
-                dev_accuracy=accuracy * step / steps[-1],
+                step=round(11_000 * share),
+                train_loss=2.3 - accuracy * share,
+                dev_loss=2.3 - accuracy * share,
+                dev_accuracy=accuracy * share,
                 learning_rate=1e-4,
-                train_seconds=seconds * step / steps[-1],
+                train_seconds=seconds * share,
             )
-            for step in steps
+            for share in shares
         ],
     )
 

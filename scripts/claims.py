@@ -25,8 +25,8 @@ from lra_data.base import TaskSpec
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.harness import record as records
 from macformer.harness.progress import duration
+from macformer.harness.race import provenance
 from macformer.paper import experiments
 from macformer.paper.as_published import OneByOne, RunningSum, StepwiseSoftmax
 from macformer.paper.cost import cost
@@ -173,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     report = {
         "command": "python -m scripts.claims" + " --full" * options.full,
-        "code": records.code().model_dump(),
-        "environment": records.environment("cpu", devices.describe(torch.device("cpu")), 1).model_dump(),
+        **provenance(torch.device("cpu")),
         "findings": [finding.plain() for finding in findings],
     }
     files.write(RESULTS / "claims.json", json.dumps(report, indent=1) + "\n")

@@ -27,8 +27,8 @@ import torch
 
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.harness import record as records
 from macformer.harness.progress import Screen, duration
+from macformer.harness.race import provenance
 from macformer.paper import random_data
 from macformer.paper.random_data import Sample, Settings
 
@@ -118,8 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     devices.prepare(device, 1)
     head = {
-        "code": records.code().model_dump(),
-        "environment": records.environment(device.type, devices.describe(device), 1).model_dump(),
+        **provenance(device),
         "settings": {
             "quick": not options.full,
             "batch": batch,

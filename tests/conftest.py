@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, open_dict
 from macformer.harness.config import explain
 
 ROOT = Path(__file__).parent.parent
+Compose = Callable[..., DictConfig]  # what the fixtures `composed` and `cell` are
 MODELS = sorted(file.stem for file in (ROOT / "configs" / "model").glob("*.yaml"))
 TASKS = sorted(file.stem for file in (ROOT / "configs" / "task").glob("*.yaml"))
 # A cell in seconds: real code, short texts.
@@ -31,7 +33,7 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def composed() -> Iterator[Callable[..., DictConfig]]:
+def composed() -> Iterator[Compose]:
     """composed("model=rfa", ...) -> the configuration that train.py would get; root="translate": with -cn translate."""
 
     def make(*overrides: str, root: str = "train") -> DictConfig:
@@ -53,7 +55,7 @@ def composed() -> Iterator[Callable[..., DictConfig]]:
 
 
 @pytest.fixture
-def cell(composed: Callable[..., DictConfig], sources: Path, tmp_path: Path) -> Callable[..., DictConfig]:
+def cell(composed: Compose, sources: Path, tmp_path: Path) -> Compose:
     """cell("text", "rfa", ...) -> a tiny run of that task and model, its records under tmp_path."""
 
     def make(task: str, model: str, *overrides: str) -> DictConfig:
@@ -70,6 +72,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_archive(folder / "aclImdb_v1.tar.gz", reviews=20)
     write_pairs(folder, lines=20)
     return folder
+
+
+def committed(folder: str) -> list[Path]:
+    """The records below it, without those that you have not committed."""
+    listed = subprocess.run(["git", "ls-files", f"{folder}/*.json"], capture_output=True, text=True, cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("not a git checkout: cannot tell the committed records from yours")
+    return [ROOT / name for name in listed.stdout.split()]
 
 
 def write_archive(file: Path, reviews: int) -> None:

@@ -1,4 +1,4 @@
-"""The paper's Figure 4 and the translator's command line: real runs of a tiny model on a small Multi30K made here."""
+"""The paper's Figure 4: real runs of a tiny model on a small Multi30K made here."""
 
 import io
 import json
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,7 +16,6 @@ import pytest
 from macformer.harness import record as records
 from macformer.paper import epochs, experiments
 from scripts import figure_ppsbn as script
-from scripts import translate
 from scripts.table import README
 from tests import forked
 from tests.conftest import ROOT
@@ -54,10 +52,6 @@ def made(multi30k: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
         patch.setattr("sys.stdout", shown)
         code = script.main(words)
     return Made(folder, multi30k, code, shown.getvalue(), words)
-
-
-def run_id(made: Made, ppsbn: bool = False) -> str:
-    return next(run["run_id"] for run in made.report()["runs"] if run["ppsbn"] == ppsbn)
 
 
 def test_the_figure_has_every_run_and_epoch(made: Made) -> None:
@@ -235,74 +229,3 @@ def test_the_committed_figure_is_that_of_its_records() -> None:
     folder = ROOT / "results" / "figures"
     assert (folder / "ppsbn.md").read_text() == epochs.markdown(report, sentence)
     assert (folder / "ppsbn.csv").read_text() == epochs.csv(report)
-
-
-Translate = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def say(made: Made, capsys: pytest.CaptureFixture[str]) -> Translate:
-    """say("text", ...) -> exit code, output and errors of scripts/translate.py."""
-
-    def call(*words: str, run: str = "", data: str = "") -> tuple[int, str, str]:
-        own = ["--outputs", f"{made.folder}/outputs", "--data", data or str(made.data)]
-        code = translate.main([run or run_id(made), *words, *own])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-def test_a_sentence_is_translated(say: Translate, made: Made) -> None:
-    """By name and by file, greedy and by beams; a text that is empty stays so; characters that were never seen do."""
-    code, out, err = say("Ein kleiner Hund läuft.", "", " ", "日本 😀 </s> <pad>")
-    assert (code, err) == (0, "")
-    lines = out.split("\n")
-    assert len(lines) == 5
-    assert lines[0]
-    assert lines[1:3] == ["", ""]
-    file = made.folder / "outputs" / run_id(made) / "checkpoint.pt"
-    assert say("Ein kleiner Hund läuft.", run=str(file))[1] == lines[0] + "\n"
-    assert say("Ein kleiner Hund läuft.", "--beam", "3")[0] == 0
-
-
-def test_bytes_that_are_no_text_are_named_and_the_others_translated(say: Translate) -> None:
-    code, out, err = say(b"Ein \xff Hund.".decode(errors="surrogateescape"), "Ein Hund.")
-    assert (code, err) == (1, "error: text 1: it is not UTF-8\n")
-    assert out.split("\n")[0] == ""
-    assert out.count("\n") == 2
-
-
-def test_lines_of_standard_input_are_translated(say: Translate, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = say("Ein Mann schläft.", "Eine Frau wartet.")[1]
-    monkeypatch.setattr("sys.stdin", io.StringIO("Ein Mann schläft.\n\nEine Frau wartet.\n"))
-    code, out, _ = say()
-    assert code == 0
-    assert [line for line in out.splitlines() if line] == both.splitlines()
-    assert len(out.splitlines()) == 3
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert say() == (0, "", "")
-
-
-def test_long_texts_are_translated_with_a_warning_or_refused(say: Translate) -> None:
-    """400 words are one, 10,000 the other; the texts beside it are translated all the same."""
-    code, out, err = say("Mann " * 400)
-    assert (code, out.count("\n")) == (0, 1)
-    assert err.startswith("warning: ")
-    assert "tokens are far more than any text of training had: cut it up" in err
-    code, out, err = say("Ein Mann schläft.", "Mann " * 10_000, "Ein Mann schläft.")
-    first, refused, third, _ = out.split("\n")
-    assert (code, refused, first) == (1, "", third)
-    assert "error: text 2: it has 10," in err
-    assert "and at most 1,024 are taken: cut it up\n" in err
-
-
-def test_what_is_no_translator_is_named(say: Translate, made: Made, tmp_path: Path) -> None:
-    for words, sentence in (
-        ({"run": "nobody"}, f"error: there is no checkpoint {made.folder}/outputs/nobody/checkpoint.pt\n"),
-        ({"data": str(tmp_path)}, f"error: {tmp_path}/multi30k has no vocabulary of the data "),
-    ):
-        code, out, err = say("Ein Hund.", **words)
-        assert (code, out) == (1, "")
-        assert err.startswith(sentence)
-    assert say("Ein Hund.", "--beam", "0")[2] == "error: --beam 0 must be 1 to 64\n"

@@ -8,17 +8,15 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig
 
 from macformer.harness.run import run
 from macformer.kernels import KERNELS, Kernel
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Compose
 from tests.unit import test_features, test_kernels, test_linear
 
 README = (ROOT / "README.md").read_text()
@@ -47,7 +45,7 @@ def test_make_help_lists_every_target() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_training_command_composes(command: str, composed: Callable[..., DictConfig]) -> None:
+def test_every_training_command_composes(command: str, composed: Compose) -> None:
     overrides = [word for word in shlex.split(command) if "=" in word]
     assert overrides or command in ("--help", "-cn translate")
     root = "translate" if command.startswith("-cn translate") else "train"
@@ -73,7 +71,7 @@ def test_the_example_trains_a_model_of_ones_own() -> None:
 
 
 def test_the_example_of_a_kernel_is_all_that_a_kernel_needs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cell: Callable[..., DictConfig]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cell: Compose
 ) -> None:
     """One entry and one YAML: it trains, and the tests of kernels, features and attention hold for it."""
     entry, name, yaml = (

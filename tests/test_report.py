@@ -24,7 +24,7 @@ from macformer.report import cells, figures, page
 from scripts import report
 from scripts.bench_table import made_up
 from tests.conftest import ROOT
-from tests.unit.test_table import committed
+from tests.unit.test_table import committed_records
 
 SCRIPT = "<script>alert(1)</script>"
 # Rows that are better, worse, and no better than a floor.
@@ -288,11 +288,11 @@ def test_without_runs_there_are_the_papers_values_the_race_and_the_commands(empt
     assert {"0.84", "0.17", "the paper's"} <= shows(empty, "table2-1-bars-listops")
 
 
-def test_a_folder_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/report.py", str(tmp_path / "nowhere")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+@pytest.mark.parametrize("script", ["table", "report"])
+def test_a_folder_that_is_not_there_is_one_sentence(script: str) -> None:
+    done = subprocess.run([sys.executable, f"scripts/{script}.py", "nosuch"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
-    assert done.stderr == f"error: {tmp_path}/nowhere is not there: give the folder that has runs/ in it\n"
+    assert done.stderr == "error: nosuch is not there: give the folder that has runs/ in it\n"
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
@@ -303,14 +303,18 @@ def test_a_missing_package_is_one_sentence(package: str) -> None:
     assert done.stderr == f"error: {package} is not there; pip install 'macformer[figures]' (make setup does)\n"
 
 
-def test_the_report_needs_no_torch() -> None:
-    code = "import sys; from macformer.report import figures, page; assert 'torch' not in sys.modules"
+def test_table_and_report_need_neither_torch_nor_hydra() -> None:
+    code = (
+        "import sys; from macformer.report import cells, figures, page, table; "
+        "table.formats(cells.tables([], [], None), [], []); "
+        "assert not {'torch', 'hydra', 'omegaconf', 'lra_data'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_the_committed_page_is_the_one_that_the_records_give() -> None:
     """Without its figures: their bytes depend on the fonts and the matplotlib of the machine that drew them."""
-    found = committed()
+    found = committed_records()
     race = cells.bench()
     tables = cells.tables(found, cells.floors(), race, papers=True)
     drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]

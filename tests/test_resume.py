@@ -5,18 +5,17 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import filelock
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from macformer.harness import checkpoint as checkpoints
 from macformer.harness import record as records
 from macformer.harness.run import run
 from tests import forked
+from tests.conftest import Compose
 
 # What could be forgotten in a checkpoint is in it: dropout's random numbers, redrawn features, running averages.
 ARGUMENTS = [
@@ -133,7 +132,7 @@ def test_asked_to_stop(unharmed: tuple[records.Record, list[float], str], tmp_pa
 
 
 def test_force_repeats_a_finished_run_and_goes_on_with_a_repeat_that_was_stopped(
-    cell: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cell: Compose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = "trainer.steps=18", "trainer.checkpoint_every=4", "trainer.evaluate_every=100"
     first = run(cell("listops", "rfa", *changes), [])
@@ -158,7 +157,7 @@ def test_force_repeats_a_finished_run_and_goes_on_with_a_repeat_that_was_stopped
 
 
 def test_force_begins_anew_even_if_the_finished_run_was_killed_before_it_said_so(
-    cell: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cell: Compose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.Checkpoint, "finish", lambda checkpoint, steps: None)
@@ -168,7 +167,7 @@ def test_force_begins_anew_even_if_the_finished_run_was_killed_before_it_said_so
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
-    cell: Callable[..., DictConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was saved before is of no use then: it is not the end of the run."""
     write = checkpoints.write
@@ -187,7 +186,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
 
 
 def test_a_run_that_another_process_has_just_finished_is_not_repeated(
-    cell: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch
+    cell: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = run(cell("listops", "rfa"), [])
     looks = iter([None, record])
@@ -196,7 +195,7 @@ def test_a_run_that_another_process_has_just_finished_is_not_repeated(
     assert run(cell("listops", "rfa"), []) is record
 
 
-def test_two_processes_do_not_work_on_one_run(cell: Callable[..., DictConfig], tmp_path: Path) -> None:
+def test_two_processes_do_not_work_on_one_run(cell: Compose, tmp_path: Path) -> None:
     record = run(cell("listops", "rfa"), [])
     assert record is not None
     run_id = record.run_id

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 from joblib import cpu_count
-from omegaconf import DictConfig
 
 from macformer.harness import config as configs
 from macformer.harness import files, sweep
 from macformer.harness import record as records
 from scripts.bench_table import made_up
 from tests import forked
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Compose
+from tests.test_cli import TINY, paths, program
 
-TINY = ["trainer=smoke", "task.data.length=64", "task.data.min_length=10", "task.data.max_length=60"]
 TABLE2 = ["train.py", "experiment=table2", "task=listops", *TINY]
 # How to choose a launcher here, and what has it.
 LAUNCHERS = {
@@ -32,16 +31,6 @@ LAUNCHERS = {
 }
 SLOW = pytest.mark.slow
 Started = Callable[..., subprocess.Popen[str]]
-
-
-def paths(folder: Path) -> list[str]:
-    return [f"paths.{name}={folder / name}" for name in ("data", "results", "outputs")]
-
-
-def program(*words: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`home`: Ray keeps a token there, and submitit's jobs are not to depend on it."""
-    env = os.environ | ({"HOME": str(home)} if home else {})
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=env)
 
 
 @pytest.fixture
@@ -85,20 +74,19 @@ def launcher(name: str) -> list[str]:
     "name", ["joblib", pytest.param("submitit_local", marks=SLOW), pytest.param("ray", marks=SLOW)]
 )
 def test_two_cells_and_a_failure_by_each_launcher(name: str, tmp_path: Path) -> None:
-    """The two do, the third diverges: that is known at the end, wherever it ran."""
-    words = launcher(name)
-    cells = "task.learning_rate=1e-3,2e-3,1e30"
-    done = program("train.py", "-m", *words, "model=rfa", cells, *TINY, *paths(tmp_path), home=tmp_path)
-    assert done.returncode == 1, done.stderr
-    *_, count, failure = done.stderr.splitlines()
-    assert count == "error: 1 of the sweep's runs failed:"
-    assert re.match(r".*task.learning_rate=1e\+30.*: listops.rfa.0.\w+ ended as diverged", failure)
-    assert sorted(record.status for record in found(tmp_path)) == ["diverged", "ok", "ok"]
-    beside = min(3, cpu_count()) - 1 if name == "joblib" else None  # a cluster does not say
-    assert {record.concurrent for record in found(tmp_path)} == {beside}
-    again = program("train.py", "-m", *words, "model=rfa", cells, *TINY, *paths(tmp_path), home=tmp_path)
-    assert again.returncode == 1
-    assert sorted(record.status for record in found(tmp_path)) == ["diverged", "ok", "ok"]
+    """Two do, one diverges, one does not fit: that is known at the end, wherever it ran. Ray's token is in HOME."""
+    rates = "task.learning_rate=1e-3,2e-3,1e30,-1"
+    words = ["train.py", "-m", *launcher(name), "model=rfa", rates, *TINY, *paths(tmp_path)]
+    for _ in range(2):  # the second time trains nothing but what failed
+        done = program(*words, HOME=str(tmp_path))
+        assert done.returncode == 1, done.stderr
+        *_, count, diverged, unfit = done.stderr.splitlines()
+        assert count == "error: 2 of the sweep's runs failed:"
+        assert re.match(r".*task.learning_rate=1e\+30.*: listops.rfa.0.\w+ ended as diverged", diverged)
+        assert re.match(r".*task.learning_rate=-1 .*: trainer.learning_rate=-1 does not fit Trainer", unfit)
+        assert sorted(record.status for record in found(tmp_path)) == ["diverged", "ok", "ok"]
+        beside = min(4, cpu_count()) - 1 if name == "joblib" else None  # a cluster does not say
+        assert {record.concurrent for record in found(tmp_path)} == {beside}
 
 
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
@@ -169,18 +157,23 @@ def test_more_memory_than_there_is_ends_one_run_and_not_the_sweep(tmp_path: Path
     assert sorted(record.status for record in found(tmp_path)) == ["ok", "oom"]
 
 
-def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Started) -> None:
-    """joblib gives up then. What was at work is named; the same command goes on."""
-    words = ["train.py", "-m", *launcher("joblib"), "hydra.launcher.n_jobs=2", "model=rfa", "seed=0,1,2", *TINY]
+def two_at_work(started: Started, folder: Path, seeds: str) -> subprocess.Popen[str]:
+    """A sweep over two processes, both of which train; more runs have not begun."""
+    words = ["train.py", "-m", *launcher("joblib"), "hydra.launcher.n_jobs=2", "model=rfa", f"seed={seeds}", *TINY]
     long = ["trainer.steps=100000", "trainer.checkpoint_every=100000", "trainer.evaluate_every=100000"]
-    process = started(*words, *long, *paths(tmp_path))
+    process = started(*words, *long, *paths(folder))
     assert process.stdout
     at_work = 0
     for line in process.stdout:
         at_work += line.count("expected end")  # after 20 steps; lines of two processes may run together
         if at_work == 2:
-            break
-    assert at_work == 2, process.communicate()
+            return process
+    raise AssertionError(process.communicate())
+
+
+def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Started) -> None:
+    """joblib gives up then. What was at work is named; the same command goes on."""
+    process = two_at_work(started, tmp_path, "0,1,2")
     listed = subprocess.run(
         ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True
     )
@@ -196,6 +189,16 @@ def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Start
     assert "1 of the sweep's runs did not begin: the same command goes on" in errors
 
 
+def test_an_interrupted_sweep_over_processes_saves_all_its_runs(tmp_path: Path, started: Started) -> None:
+    """Ctrl-C goes to every process of the group."""
+    process = two_at_work(started, tmp_path, "0,1,2,3")
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert [record.status for record in found(tmp_path)] == ["interrupted"] * 2
+    assert len(list((tmp_path / "outputs").rglob("checkpoint.pt"))) == 2
+
+
 def test_notes_of_an_earlier_sweep_do_not_count(tmp_path: Path) -> None:
     """The folder may be one that the user has named."""
     notes = tmp_path / "sweep" / "notes"
@@ -208,7 +211,7 @@ def test_notes_of_an_earlier_sweep_do_not_count(tmp_path: Path) -> None:
 
 
 def test_cells_that_run_elsewhere_are_told_from_records(
-    composed: Callable[..., DictConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    composed: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One has a record, another of its kind takes as long, a third kind is not known."""
     words = [*TINY, "device=cuda", f"paths.results={tmp_path}"]  # there is none here

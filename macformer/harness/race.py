@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from macformer.harness import device as devices
+from macformer.harness import record as records
 
 SQUARE, PRODUCTS = 1024, 4  # of the arm `matmul`
 MATMUL_FLOP = PRODUCTS * 2 * SQUARE**3
@@ -44,6 +45,12 @@ def race(
         }
         if number:
             yield turns
+
+
+def provenance(device: torch.device, precision: devices.Precision = "float32") -> dict[str, Any]:
+    """Which code on which machine, for the report of what was measured on one thread."""
+    environment = records.environment(device.type, devices.describe(device), 1, precision)
+    return {"code": records.code().model_dump(), "environment": environment.model_dump()}
 
 
 def matmul(device: torch.device) -> Callable[[], object]:

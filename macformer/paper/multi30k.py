@@ -188,15 +188,6 @@ def _check_lengths(split: str, pairs: Pairs) -> None:
         )
 
 
-def find_vocabulary(folder: str, fingerprint: str) -> Vocabulary | None:
-    """The vocabulary of the data with that fingerprint, without the data."""
-    for file in sorted(Path(folder, "multi30k").glob("vocabulary-*.json")):
-        kept = _kept(file)
-        if kept and kept["fingerprint"] == fingerprint:
-            return Vocabulary(kept["tokenizer"])
-    return None
-
-
 def _vocabulary(folder: Path, size: int, texts: Texts) -> tuple[str, Vocabulary]:
     """Fingerprint and vocabulary, from the data folder or trained and put there."""
     key = hashlib.sha256(f"{size} {_digest(texts)}".encode()).hexdigest()

@@ -1,20 +1,19 @@
 """Every YAML composes; every model trains on every task; what does not fit is said in one sentence."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lra_data.base import DataError
 from macformer.harness import config as configs
 from macformer.harness.run import run
-from tests.conftest import MODELS, ROOT, TASKS
+from macformer.report import cells
+from tests.conftest import MODELS, ROOT, TASKS, Compose
 
-Composed = Callable[..., DictConfig]
 GROUPS = {
     group.name: sorted(file.stem for file in group.glob("*.yaml"))
     for group in (ROOT / "configs").iterdir()
@@ -41,7 +40,7 @@ def test_every_group_is_in_a_configuration() -> None:
     ("root", "group", "option"),
     [(root, group, option) for root in ROOTS for group in ROOTS[root] for option in GROUPS[group]],
 )
-def test_every_yaml_composes_and_its_targets_are_there(root: str, group: str, option: str, composed: Composed) -> None:
+def test_every_yaml_composes_and_its_targets_are_there(root: str, group: str, option: str, composed: Compose) -> None:
     config = composed(f"{group}={option}", root=root)
     resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
@@ -57,19 +56,19 @@ def test_every_yaml_composes_and_its_targets_are_there(root: str, group: str, op
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_carries_the_name_of_its_file(name: str, composed: Composed) -> None:
+def test_a_model_carries_the_name_of_its_file(name: str, composed: Compose) -> None:
     assert composed(f"model={name}").model.name == name
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_carries_the_name_of_its_file(name: str, composed: Composed) -> None:
+def test_a_task_carries_the_name_of_its_file(name: str, composed: Compose) -> None:
     assert composed(f"task={name}").task.name == name
 
 
 @pytest.mark.parametrize("protocol", GROUPS["protocol"])
 @pytest.mark.parametrize("task", TASKS)
 def test_the_cpu_trainer_shortens_every_task(
-    task: str, protocol: str, composed: Composed, sources: Path, tmp_path: Path
+    task: str, protocol: str, composed: Compose, sources: Path, tmp_path: Path
 ) -> None:
     """Its texts fit under either protocol. A misnamed file in configs/task_trainer would be passed over in silence."""
     words = [f"task={task}", f"protocol={protocol}"]
@@ -82,14 +81,21 @@ def test_the_cpu_trainer_shortens_every_task(
     assert configs.build(config, "task.data", folder=str(folder)).spec.length == short.data.length
 
 
-def test_the_paper_schedule_is_the_default(composed: Composed) -> None:
+def test_the_paper_schedule_is_the_default(composed: Compose) -> None:
     trainer = composed("model=macformer_exp", "task=listops").trainer
     assert (trainer.warmup_steps, trainer.steps, trainer.batch_size) == (1000, 10000, 32)
 
 
+def test_the_papers_batches_are_those_that_the_report_knows(composed: Compose) -> None:
+    for task in TASKS:
+        config = composed(f"task={task}").task
+        assert cells.PAPER["batch_size"][task] == config.batch_size
+        assert cells.PAPER["lengths"][task].items() <= dict(config.data).items()
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_trains_on_every_task(model: str, task: str, cell: Callable[..., DictConfig]) -> None:
+def test_every_model_trains_on_every_task(model: str, task: str, cell: Compose) -> None:
     record = run(cell(task, model), [])
     assert record.status == "ok"
     assert record.steps_done == 10
@@ -98,7 +104,7 @@ def test_every_model_trains_on_every_task(model: str, task: str, cell: Callable[
 
 @pytest.mark.parametrize("protocol", GROUPS["protocol"])
 @pytest.mark.parametrize("task", TASKS)
-def test_every_protocol_trains(protocol: str, task: str, cell: Callable[..., DictConfig]) -> None:
+def test_every_protocol_trains(protocol: str, task: str, cell: Compose) -> None:
     assert run(cell(task, "rfa", f"protocol={protocol}"), []).status == "ok"
 
 
@@ -150,9 +156,7 @@ def test_every_protocol_trains(protocol: str, task: str, cell: Callable[..., Dic
         ("+foo=1", "foo is not known; the keys there are seed, device"),
     ],
 )
-def test_what_does_not_fit_is_said_in_one_sentence(
-    override: str, sentence: str, cell: Callable[..., DictConfig]
-) -> None:
+def test_what_does_not_fit_is_said_in_one_sentence(override: str, sentence: str, cell: Compose) -> None:
     with pytest.raises(configs.ConfigError, match=sentence) as error:
         run(cell("listops", "macformer_exp", override), [])
     assert "\n" not in str(error.value)
@@ -168,7 +172,7 @@ def test_what_does_not_fit_is_said_in_one_sentence(
         ("task=images", "task=images is not known; choose one of listops, retrieval, text"),
     ],
 )
-def test_what_hydra_refuses_is_said_in_one_sentence(override: str, sentence: str, composed: Composed) -> None:
+def test_what_hydra_refuses_is_said_in_one_sentence(override: str, sentence: str, composed: Compose) -> None:
     with pytest.raises(HydraException) as error:
         composed(override)
     assert configs.explain(error.value).startswith(sentence)
@@ -176,9 +180,7 @@ def test_what_hydra_refuses_is_said_in_one_sentence(override: str, sentence: str
 
 
 @pytest.mark.parametrize(("task", "file"), [("text", "aclImdb_v1.tar.gz"), ("retrieval", "new_aan_pairs.train.tsv")])
-def test_a_missing_source_is_named_with_the_command(
-    task: str, file: str, cell: Callable[..., DictConfig], tmp_path: Path
-) -> None:
+def test_a_missing_source_is_named_with_the_command(task: str, file: str, cell: Compose, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     with pytest.raises(DataError, match=f"{empty}/{file}, which is not there.*python -m lra_data prepare {task}"):
         run(cell(task, "rfa", f"paths.data={empty}"), [])

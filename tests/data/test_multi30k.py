@@ -366,23 +366,6 @@ def test_a_damaged_vocabulary_is_named(damage: str, files: Path, tmp_path: Path)
     refused(tmp_path, files, f"{file} is damaged: delete it, and it will be made anew")
 
 
-def test_a_vocabulary_is_found_by_its_fingerprint(files: Path, tmp_path: Path) -> None:
-    """Whatever lies beside it; None if it is not there, or not whole."""
-    corpora = [read(tmp_path, files, size) for size in (SIZE, SIZE + 1)]
-    (tmp_path / "multi30k" / "vocabulary-0.json").write_text("{")
-    (tmp_path / "multi30k" / "vocabulary-1.json").mkdir()
-    for corpus in corpora:
-        found = multi30k.find_vocabulary(str(tmp_path), corpus.fingerprint)
-        assert found is not None
-        assert found.tokenizer.to_str() == corpus.vocabulary.tokenizer.to_str()
-    assert multi30k.find_vocabulary(str(tmp_path), "0123456789") is None
-    assert multi30k.find_vocabulary(str(tmp_path / "nothing"), corpora[0].fingerprint) is None
-    for file in (tmp_path / "multi30k").glob("vocabulary-*.json"):
-        if file.is_file():
-            file.write_text(file.read_text().replace("fingerprint", "thumbprint"))
-    assert multi30k.find_vocabulary(str(tmp_path), corpora[0].fingerprint) is None
-
-
 def test_a_vocabulary_of_other_texts_under_this_name_is_refused(files: Path, tmp_path: Path) -> None:
     read(tmp_path, files)
     (file,) = (tmp_path / "multi30k").iterdir()

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,10 +24,9 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness.run import run
 from tests import forked
-from tests.conftest import MODELS
+from tests.conftest import MODELS, Compose
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-Cell = Callable[..., DictConfig]
 
 
 class PlayedCuda(SimpleNamespace):
@@ -223,7 +221,7 @@ def test_batches_for_cuda_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatc
     assert {tensor.device.type for pair in fed for tensor in pair} == {"meta"}
 
 
-def test_a_whole_run_on_the_played_gpu(cell: Cell, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_run_on_the_played_gpu(cell: Compose, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU under the name of CUDA: peaks of training and evaluation apart, the first step forgotten, float16."""
     monkeypatch.setattr(devices, "is_cuda", lambda device: True)
     monkeypatch.setattr(devices, "choose", lambda name: CPU)
@@ -252,7 +250,7 @@ def test_a_whole_run_on_the_played_gpu(cell: Cell, played: PlayedCuda, monkeypat
     assert played.calls.count("synchronize") > 3 * record.steps_done
 
 
-def test_a_forecast_on_the_played_gpu(cell: Cell, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_on_the_played_gpu(cell: Compose, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "is_cuda", lambda device: True)
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
@@ -286,7 +284,7 @@ def autocast_of_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("paired", [False, True], ids=["single", "paired"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_leaves_the_device_of_its_input_at_no_time(
-    name: str, paired: bool, composed: Callable[..., DictConfig], autocast_of_meta: None
+    name: str, paired: bool, composed: Compose, autocast_of_meta: None
 ) -> None:
     spec = TaskSpec(vocabulary=32, length=64, classes=10, paired=paired)
     model = configs.build(composed(f"model={name}"), "model", **asdict(spec)).to("meta")
@@ -310,7 +308,7 @@ def test_the_guard_sees_a_tensor_of_the_cpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Cell) -> None:
+def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Compose) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA GPU here")
     config = cell("listops", name, "device=cuda", f"trainer.precision={precision}", "trainer.accumulate=2")

@@ -1,7 +1,6 @@
 """The classifier: the paper's sizes, padding, pooling, pairs, draws."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
@@ -13,10 +12,9 @@ from lra_data.base import TaskSpec
 from macformer.dropout import Dropout
 from macformer.harness import config as configs
 from macformer.harness import device as devices
-from tests.conftest import MODELS
+from tests.conftest import MODELS, Compose
 
 SPEC = TaskSpec(vocabulary=32, length=64, classes=10, paired=False)
-Composed = Callable[..., DictConfig]
 
 
 def build(config: DictConfig, spec: TaskSpec = SPEC, seed: int = 0) -> nn.Module:
@@ -32,7 +30,7 @@ def some_ids(*lengths: int, padded: int = 64) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameter_count_is_that_of_the_paper(name: str, composed: Composed) -> None:
+def test_parameter_count_is_that_of_the_paper(name: str, composed: Compose) -> None:
     """2 layers of width 64, 2 heads of 32, feed-forward 128, tables of 32 and 2048, head 64-128-10."""
     model = build(composed(f"model={name}"), TaskSpec(32, 2048, 10, False))
     norm, attend, feed = 2 * 64, 4 * (64 * 64 + 64), (64 * 128 + 128) + (128 * 64 + 64)
@@ -44,7 +42,7 @@ def test_parameter_count_is_that_of_the_paper(name: str, composed: Composed) -> 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pooling", ["padded", "masked"])
-def test_padding_has_no_influence(name: str, pooling: str, composed: Composed) -> None:
+def test_padding_has_no_influence(name: str, pooling: str, composed: Compose) -> None:
     """More padding, or another embedding of the padding id, changes nothing: both poolings."""
     model = build(composed(f"model={name}", f"model.pooling={pooling}")).eval()
     ids = some_ids(40, 3)
@@ -56,7 +54,7 @@ def test_padding_has_no_influence(name: str, pooling: str, composed: Composed) -
 
 
 @pytest.mark.parametrize(("pooling", "ratio"), [("padded", 64 / 16), ("masked", 1.0)])
-def test_pooling_divides_by_the_padded_or_the_real_length(pooling: str, ratio: float, composed: Composed) -> None:
+def test_pooling_divides_by_the_padded_or_the_real_length(pooling: str, ratio: float, composed: Compose) -> None:
     model = build(composed("model=transformer", f"model.pooling={pooling}")).eval()
     ids = some_ids(16)
     total = []
@@ -66,7 +64,7 @@ def test_pooling_divides_by_the_padded_or_the_real_length(pooling: str, ratio: f
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("macformer", "rfa"))])
-def test_layers_have_different_draws(name: str, composed: Composed) -> None:
+def test_layers_have_different_draws(name: str, composed: Compose) -> None:
     first, second = (layer.attend.attention.feature_map for layer in build(composed(f"model={name}")).layers)
     draws = [dict(m.named_buffers()) for m in (first, second)]
     key = "noise" if name == "rfa" else "rows"
@@ -75,7 +73,7 @@ def test_layers_have_different_draws(name: str, composed: Composed) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["paper", "exact01"])
-def test_macformer_takes_hardly_more_memory_than_fused_softmax(sampling: str, composed: Composed) -> None:
+def test_macformer_takes_hardly_more_memory_than_fused_softmax(sampling: str, composed: Compose) -> None:
     """Peak of a training step at n = 1024, the room of one piece of RMFA apart: bytes, the same in every run."""
     ids, labels = torch.randint(1, 32, (4, 1024)), torch.zeros(4, dtype=torch.long)
 
@@ -88,7 +86,7 @@ def test_macformer_takes_hardly_more_memory_than_fused_softmax(sampling: str, co
     assert macformer < 1.15 * peak("model=transformer_sdpa") + 4 * 2**20
 
 
-def test_the_fused_pre_sbn_of_a_model_is_pre_sbn(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_pre_sbn_of_a_model_is_pre_sbn(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and every gradient, against pre-SBN and attention one after the other."""
     ids, labels = some_ids(40, 3), torch.tensor([1, 2])
     model = build(composed("model=macformer_inv")).eval().double()
@@ -103,7 +101,7 @@ def test_the_fused_pre_sbn_of_a_model_is_pre_sbn(composed: Composed, monkeypatch
     torch.testing.assert_close(*results)
 
 
-def test_batch_statistics_are_an_option_of_the_model(composed: Composed) -> None:
+def test_batch_statistics_are_an_option_of_the_model(composed: Compose) -> None:
     model = build(composed("model=macformer_exp", "model.pre_sbn.statistics=batch"))
     ids = some_ids(40, 3)
     model(ids)
@@ -114,7 +112,7 @@ def test_batch_statistics_are_an_option_of_the_model(composed: Composed) -> None
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["macformer_exp", "rfa"])
-def test_torch_compile_takes_the_model(name: str, backend: str, composed: Composed) -> None:
+def test_torch_compile_takes_the_model(name: str, backend: str, composed: Compose) -> None:
     """The same logits and gradients, and no compilation after the second step."""
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("inductor needs a C++ compiler")
@@ -136,7 +134,7 @@ def test_torch_compile_takes_the_model(name: str, backend: str, composed: Compos
     torch.testing.assert_close(ours, [p.grad for p in model.parameters()], rtol=1e-3, atol=1e-4)
 
 
-def test_a_pair_is_encoded_side_by_side(composed: Composed) -> None:
+def test_a_pair_is_encoded_side_by_side(composed: Compose) -> None:
     model = build(composed("model=rfa"), TaskSpec(32, 64, 2, paired=True)).eval()
     a, b = some_ids(40, 3), some_ids(5, 64)
     encoded_a, encoded_b = model.encode(a), model.encode(b)
@@ -145,7 +143,7 @@ def test_a_pair_is_encoded_side_by_side(composed: Composed) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_state_moves_between_models_of_other_seeds(name: str, composed: Composed) -> None:
+def test_state_moves_between_models_of_other_seeds(name: str, composed: Compose) -> None:
     one, other = (build(composed(f"model={name}"), seed=seed).eval() for seed in (0, 1))
     other.load_state_dict(one.state_dict())
     ids = some_ids(40, 3)

@@ -2,18 +2,15 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from macformer import pieces
 from macformer.dropout import Dropout
+from tests.conftest import Compose
 from tests.unit.test_model import build, some_ids
-
-Composed = Callable[..., DictConfig]
 
 
 def outcome(model: nn.Module, ids: Tensor) -> list[Tensor]:
@@ -29,7 +26,7 @@ def outcome(model: nn.Module, ids: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("tokens", [1, 50, 111, 4096])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_layer_by_pieces_is_the_plain_layer(
-    name: str, tokens: int, dropout: float, composed: Composed, monkeypatch: pytest.MonkeyPatch
+    name: str, tokens: int, dropout: float, composed: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """3 x 37 tokens in pieces of 1, of a length that leaves a rest, of all, and of more than there are."""
     model = build(composed(f"model={name}", f"model.dropout={dropout}")).double()
@@ -52,7 +49,7 @@ def test_a_map_whose_result_is_not_used_has_no_gradient_and_the_others_do() -> N
 
 
 @pytest.mark.parametrize("name", ["macformer_exp", "rfa", "transformer"])
-def test_autocast_takes_the_model(name: str, composed: Composed) -> None:
+def test_autocast_takes_the_model(name: str, composed: Compose) -> None:
     """bfloat16 has 8 bits: logits and the gradient of the tokens to some percent of their size."""
     model, ids = build(composed(f"model={name}", "model.dropout=0")), some_ids(37, 20, 3)
     logits, grad = (outcome(model, ids)[i] for i in (0, 1))
@@ -63,7 +60,7 @@ def test_autocast_takes_the_model(name: str, composed: Composed) -> None:
     assert (half_grad - grad).norm() < 0.1 * grad.norm()
 
 
-def test_models_can_be_copied_and_pickled(composed: Composed) -> None:
+def test_models_can_be_copied_and_pickled(composed: Compose) -> None:
     model, ids = build(composed("model=macformer_exp")), some_ids(37, 20, 3)
     expected = outcome(model, ids)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -4,8 +4,6 @@ import copy
 import inspect
 import json
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +22,11 @@ from macformer.harness.run import run
 from macformer.harness.trainer import Trainer
 from macformer.model import Classifier
 from tests import forked
-from tests.conftest import ROOT
-
-Cell = Callable[..., DictConfig]
+from tests.conftest import TASKS, Compose, committed
 
 
 @pytest.fixture
-def finished(cell: Cell, tmp_path: Path) -> tuple[records.Record, Path]:
+def finished(cell: Compose, tmp_path: Path) -> tuple[records.Record, Path]:
     record = run(cell("listops", "rfa"), ["task=listops", "model=rfa"])
     (file,) = (tmp_path / "runs" / "listops" / "rfa").glob("*.json")
     return record, file
@@ -82,7 +78,7 @@ def test_a_truncated_record_is_refused(finished: tuple[records.Record, Path]) ->
 
 
 def test_a_finished_run_is_not_repeated_unless_forced(
-    cell: Cell, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+    cell: Compose, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, file = finished
     written = file.stat().st_mtime_ns
@@ -95,7 +91,7 @@ def test_a_finished_run_is_not_repeated_unless_forced(
 
 
 def test_a_corrupt_record_is_replaced_with_a_warning(
-    cell: Cell, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+    cell: Compose, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, file = finished
     file.write_text(file.read_text()[:100])
@@ -105,7 +101,7 @@ def test_a_corrupt_record_is_replaced_with_a_warning(
 
 
 def test_a_forced_repeat_that_fails_does_not_cost_the_finished_record(
-    cell: Cell, finished: tuple[records.Record, Path], monkeypatch: pytest.MonkeyPatch
+    cell: Compose, finished: tuple[records.Record, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, file = finished
 
@@ -119,7 +115,7 @@ def test_a_forced_repeat_that_fails_does_not_cost_the_finished_record(
 
 
 def test_a_place_that_cannot_be_written_fails_before_the_training(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr("macformer.harness.trainer.Trainer.fit", None)  # calling it would be another error
@@ -127,13 +123,13 @@ def test_a_place_that_cannot_be_written_fails_before_the_training(
         run(cell("listops", "rfa", f"paths.results={tmp_path}/file"), [])
 
 
-def test_auto_and_the_device_it_means_are_one_run(cell: Cell, finished: tuple[records.Record, Path]) -> None:
+def test_auto_and_the_device_it_means_are_one_run(cell: Compose, finished: tuple[records.Record, Path]) -> None:
     record, _ = finished
     kind = record.environment.device
     assert run(cell("listops", "rfa", f"device={kind}"), []).run_id == record.run_id
 
 
-def test_a_run_that_failed_is_repeated_and_replaced(cell: Cell, finished: tuple[records.Record, Path]) -> None:
+def test_a_run_that_failed_is_repeated_and_replaced(cell: Compose, finished: tuple[records.Record, Path]) -> None:
     record, file = finished
     records.write(record.model_copy(update={"status": "oom", "quality": None}), file)
     assert run(cell("listops", "rfa"), []).status == "ok"
@@ -141,7 +137,7 @@ def test_a_run_that_failed_is_repeated_and_replaced(cell: Cell, finished: tuple[
 
 
 def test_a_finished_record_of_another_commit_is_kept_with_a_warning(
-    cell: Cell, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
+    cell: Compose, finished: tuple[records.Record, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, file = finished
     records.write(record.model_copy(update={"code": records.Code(commit="abc", dirty=False)}), file)
@@ -227,20 +223,12 @@ def test_a_key_that_is_left_out_has_its_default() -> None:
     assert compared >= 10
 
 
-def committed() -> list[Path]:
-    """Records of options that are no longer there stand in results/ablations/retired, and are exempt."""
-    listed = subprocess.run(["git", "ls-files", "results"], capture_output=True, text=True, cwd=ROOT)
-    if listed.returncode:
-        pytest.skip("not a git checkout: cannot tell the committed records from yours")
-    names = [name for name in listed.stdout.split() if "/runs/" in name and name.endswith(".json")]
-    return [ROOT / name for name in names if not name.startswith("results/ablations/retired/")]
-
-
-@pytest.mark.parametrize("task", ["listops", "text", "retrieval", "multi30k"])
+@pytest.mark.parametrize("task", [*TASKS, "multi30k"])
 def test_the_command_of_a_committed_record_finds_it(task: str) -> None:
-    """With its data, whose fingerprint the record has: nothing is trained again, nor gone on with."""
+    """With its data, whose fingerprint it has. Exempt: results/ablations/retired, for options that are gone."""
     composed: dict[tuple[str, ...], DictConfig] = {}
-    found = [(file, records.read(file)) for file in committed() if f"/runs/{task}/" in str(file)]
+    files = [*committed(f"results/runs/{task}"), *committed(f"results/ablations/runs/{task}")]
+    found = [(file, records.read(file)) for file in files]
     assert found
     for file, record in found:
         root = "translate" if isinstance(record, records.Translation) else "train"
@@ -266,7 +254,7 @@ def test_a_committed_run_is_not_trained_again(tmp_path: Path) -> None:
     assert "steps on" not in done.stdout
 
 
-def test_a_record_says_how_its_run_differs_from_the_papers(cell: Cell) -> None:
+def test_a_record_says_how_its_run_differs_from_the_papers(cell: Compose) -> None:
     """The words of the table's titles; which differences, tests/unit/test_table.py has."""
     record = run(
         cell("listops", "macformer_exp", "bucket=true", "model.attention.features=64", "task.learning_rate=1e-3"),

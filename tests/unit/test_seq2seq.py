@@ -19,9 +19,8 @@ from macformer.harness import config as configs
 from macformer.paper import translation
 from macformer.paper.seq2seq import LONGEST, Seq2Seq
 from macformer.paper.translation import BEGIN, END, search
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Compose
 
-Composed = Callable[..., DictConfig]
 Make = Callable[..., Seq2Seq]
 ATTENTIONS = sorted(file.stem for file in (ROOT / "configs" / "attention").glob("*.yaml"))
 RANDOM = [name for name in ATTENTIONS if name.startswith(("rfa", "rmfa"))]
@@ -39,7 +38,7 @@ def small(name: str, ppsbn: str, *more: str) -> list[str]:
 
 
 @pytest.fixture
-def make(composed: Composed) -> Make:
+def make(composed: Compose) -> Make:
     """make("rfa", "with", ...) -> a small model for evaluation, in float64; keyword arguments: vocabulary, seed."""
 
     @cache
@@ -365,13 +364,13 @@ def test_the_plain_path_has_the_same_logits_and_gradients(
 # What is refused
 
 
-def test_batch_statistics_are_refused(composed: Composed) -> None:
+def test_batch_statistics_are_refused(composed: Compose) -> None:
     config = composed(*small("softmax", "with", "model.pre_sbn.statistics=batch"), root="translate")
     with pytest.raises(configs.ConfigError, match=r"^model: pre_sbn\.statistics='batch' is refused .*=token$"):
         configs.build(config, "model", vocabulary=VOCABULARY)
 
 
-def test_an_odd_width_is_refused(composed: Composed) -> None:
+def test_an_odd_width_is_refused(composed: Compose) -> None:
     config = composed(*small("softmax", "with", "model.width=15"), root="translate")
     with pytest.raises(configs.ConfigError, match=r"^model: width=15 must be even: .*$"):
         configs.build(config, "model", vocabulary=VOCABULARY)
@@ -402,7 +401,7 @@ def test_search_stops_at_the_last_position(make: Make) -> None:
 
 
 @every_attention
-def test_the_arms_differ_in_ppsbn_alone(name: str, composed: Composed) -> None:
+def test_the_arms_differ_in_ppsbn_alone(name: str, composed: Compose) -> None:
     """Every weight and every draw is the same; but for post-SBN's, one has no more than the other."""
     states: dict[str, dict[str, Any]] = {}
     for ppsbn in ("with", "without"):
@@ -421,7 +420,7 @@ def test_the_arms_differ_in_ppsbn_alone(name: str, composed: Composed) -> None:
     assert not any(states["with"][key].any() for key in own)  # where it is the identity
 
 
-def test_the_arms_see_the_same_batches(composed: Composed, multi30k: Path) -> None:
+def test_the_arms_see_the_same_batches(composed: Compose, multi30k: Path) -> None:
     """Those that their trainers order, and those that their models get, from the first one on."""
     ordered, seen, losses = [], [], []
     sizes = ["task.data.vocabulary=300", "trainer.epochs=1", "trainer.steps_per_epoch=4", "trainer.warmup_steps=2"]
@@ -445,7 +444,7 @@ def test_the_arms_see_the_same_batches(composed: Composed, multi30k: Path) -> No
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_every_attention_has_a_draw_of_its_own(name: str, composed: Composed) -> None:
+def test_every_attention_has_a_draw_of_its_own(name: str, composed: Compose) -> None:
     """The three of each layer: six in all."""
     torch.manual_seed(0)
     model = configs.build(composed(*small(name, "with"), root="translate"), "model", vocabulary=VOCABULARY)

@@ -4,20 +4,17 @@ import csv
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from macformer.harness import config as configs
 from macformer.harness import record as records
 from macformer.report import cells, statistics, table
 from scripts.bench_table import made_up
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Compose, committed
 from tests.golden.tables import BENCH, FLOORS
 
 Make = Callable[..., records.Record]
@@ -25,7 +22,7 @@ ACCURACY, INTERVAL, PAPER, VERSUS, P = range(4, 9)  # places in a row without ra
 
 
 @pytest.fixture
-def make(composed: Callable[..., DictConfig]) -> Make:
+def make(composed: Compose) -> Make:
     """make("model=rfa", ..., accuracy=0.4) -> the record that such a run would leave."""
     return lambda *overrides, **given: made_up(configs.container(composed(*overrides)), overrides, **given)
 
@@ -596,16 +593,6 @@ def test_the_order_of_the_records_does_not_matter(make: Make) -> None:
     assert formats(runs, [], FLOORS, BENCH) == formats(runs[::-1], [], FLOORS, BENCH)
 
 
-def test_a_thousand_records(make: Make) -> None:
-    """How long it takes: python -m scripts.bench_table."""
-    found = [
-        record.model_copy(update={"seed": seed, "run_id": f"listops.{record.model}.{seed:03}.0"})
-        for record, seeds in ((make("model=rfa"), 501), (make("model=transformer"), 499))
-        for seed in range(seeds)
-    ]
-    assert row(render(found), "rfa")[ACCURACY] == "37.00 ± 0.00 (n=501)"
-
-
 def test_the_csv_has_every_cell_and_floor(make: Make) -> None:
     text = formats([make("model=transformer"), make("model=rfa", accuracy=0.5)], [], FLOORS, BENCH)["csv"]
     lines = csv.DictReader(text.splitlines())
@@ -634,26 +621,15 @@ def test_tex_has_its_special_characters_escaped(make: Make) -> None:
     assert table.tex("50% **a_b** {x} $y *z* \\") == r"50\% \textbf{a\_b} \{x\} \$y \textit{z} \textbackslash{}"
 
 
-def test_the_table_needs_no_torch() -> None:
-    code = (
-        "import sys; from macformer.report import cells, table; table.formats(cells.tables([], [], None), [], []); "
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def committed(folder: str = "results") -> list[records.Record]:
-    """Those of LRA; not those that you have not committed."""
-    listed = subprocess.run(["git", "ls-files", f"{folder}/runs"], capture_output=True, text=True, cwd=ROOT)
-    if listed.returncode:
-        pytest.skip("not a git checkout: cannot tell the committed records from yours")
-    found = (records.read(ROOT / name) for name in listed.stdout.split())
+def committed_records(folder: str = "results") -> list[records.Record]:
+    """Those of LRA."""
+    found = map(records.read, committed(f"{folder}/runs"))
     return [record for record in found if isinstance(record, records.Record)]
 
 
 @pytest.mark.parametrize("ending", ["md", "tex", "csv", "json"])
 def test_the_committed_tables_are_those_that_the_records_give(ending: str) -> None:
-    text = formats(committed(), [], cells.floors(), cells.bench(), papers=True)[ending]
+    text = formats(committed_records(), [], cells.floors(), cells.bench(), papers=True)[ending]
     file = ROOT / "results" / "tables" / f"table2.{ending}"
     assert file.read_text() == text, "run `make table` and commit what it writes"
 
@@ -664,7 +640,7 @@ def test_the_table_in_the_readme_is_the_committed_one() -> None:
 
 
 def test_the_committed_settings_are_those_that_the_records_give() -> None:
-    found = committed("results/ablations")
+    found = committed_records("results/ablations")
     text = table.settings(cells.tables(found, cells.floors(), cells.bench()), found, [])
     file = ROOT / "results" / "ablations" / "tables" / "settings.md"
     assert file.read_text() == text, "run `make table` and commit what it writes"

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,9 +24,8 @@ from macformer.harness.checkpoint import CheckpointError
 from macformer.harness.loop import Result
 from macformer.harness.run import RunFailed, run
 from macformer.harness.trainer import evaluate
-from tests.conftest import MODELS
+from tests.conftest import MODELS, Compose
 
-Cell = Callable[..., DictConfig]
 CPU = torch.device("cpu")
 
 
@@ -39,19 +37,19 @@ def fit(config: DictConfig) -> tuple[Result, nn.Module, object]:
     return result, model, task
 
 
-def test_same_seed_same_bits_and_another_seed_others(cell: Cell) -> None:
+def test_same_seed_same_bits_and_another_seed_others(cell: Compose) -> None:
     losses = [fit(cell("listops", "macformer_exp", f"seed={seed}"))[0].losses for seed in (0, 0, 1)]
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
 
 
-def test_exp_and_trigh_are_the_same_model_bit_for_bit(cell: Cell) -> None:
+def test_exp_and_trigh_are_the_same_model_bit_for_bit(cell: Compose) -> None:
     exp, trigh = (fit(cell("listops", name))[0] for name in ("macformer_exp", "macformer_trigh"))
     assert exp.losses == trigh.losses
     assert exp.quality == trigh.quality
 
 
-def test_schedule_rises_and_falls_linearly(cell: Cell) -> None:
+def test_schedule_rises_and_falls_linearly(cell: Compose) -> None:
     steps = ["trainer.warmup_steps=4", "trainer.steps=6", "trainer.evaluate_every=1"]
     history = fit(cell("listops", "rfa", *steps, "task.learning_rate=1e-3"))[0].history
     rates = [point.learning_rate for point in history]
@@ -64,7 +62,7 @@ def test_schedule_rises_and_falls_linearly(cell: Cell) -> None:
 
 @pytest.mark.parametrize(("protocol", "lowest", "highest"), [("paper", 0.85, 0.95), ("clean", 0.9, 0.9)])
 def test_momentum_cycles_under_the_paper_protocol_alone(
-    cell: Cell, monkeypatch: pytest.MonkeyPatch, protocol: str, lowest: float, highest: float
+    cell: Compose, monkeypatch: pytest.MonkeyPatch, protocol: str, lowest: float, highest: float
 ) -> None:
     seen: list[dict] = []
     step = torch.optim.AdamW.step
@@ -80,7 +78,7 @@ def test_momentum_cycles_under_the_paper_protocol_alone(
     assert {(group["eps"], group["weight_decay"]) for group in seen} == {(1e-6, 0)}
 
 
-def test_the_best_by_dev_is_tested_and_the_last_one_too(cell: Cell) -> None:
+def test_the_best_by_dev_is_tested_and_the_last_one_too(cell: Compose) -> None:
     config = cell("listops", "rfa", "task.learning_rate=3e-2", "trainer.evaluate_every=1", "trainer.steps=12")
     result, model, task = fit(config)
     accuracies = [point.dev_accuracy for point in result.history]
@@ -95,7 +93,7 @@ def test_the_best_by_dev_is_tested_and_the_last_one_too(cell: Cell) -> None:
     assert quality.outcomes().tolist() == outcomes.tolist()
 
 
-def test_evaluation_does_not_depend_on_the_batch_size(cell: Cell) -> None:
+def test_evaluation_does_not_depend_on_the_batch_size(cell: Compose) -> None:
     _, model, task = fit(cell("retrieval", "macformer_inv"))
     test = task.splits["test"]
     one, all_ = (evaluate(model, test, np.arange(len(test)), size, CPU, trim=False) for size in (1, 8))
@@ -104,7 +102,7 @@ def test_evaluation_does_not_depend_on_the_batch_size(cell: Cell) -> None:
     assert model.training
 
 
-def test_a_dev_subset_is_the_same_in_every_run(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dev_subset_is_the_same_in_every_run(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = ["trainer.dev_examples=3", "task.data.examples.dev=12"]
     used: list[list[int]] = []
     watched = trainer.evaluate
@@ -123,7 +121,7 @@ def test_a_dev_subset_is_the_same_in_every_run(cell: Cell, monkeypatch: pytest.M
     assert subsets != {(0, 1, 2)}
 
 
-def test_a_loss_that_is_not_finite_is_a_result(cell: Cell) -> None:
+def test_a_loss_that_is_not_finite_is_a_result(cell: Compose) -> None:
     with pytest.raises(RunFailed, match=r"ended as diverged: the loss is (nan|inf) at step"):
         run(cell("listops", "transformer", "task.learning_rate=1e30"), [])
 
@@ -147,7 +145,7 @@ class Failing(nn.Module):
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "oom"),
     ],
 )
-def test_other_failures_are_results_too(cell: Cell, error: BaseException, status: str) -> None:
+def test_other_failures_are_results_too(cell: Compose, error: BaseException, status: str) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     result = configs.build(config, "trainer").fit(Failing(error), task, CPU, 0)
@@ -155,7 +153,7 @@ def test_other_failures_are_results_too(cell: Cell, error: BaseException, status
     assert "0 steps" in result.message
 
 
-def test_a_bug_is_no_result(cell: Cell) -> None:
+def test_a_bug_is_no_result(cell: Compose) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     with pytest.raises(RuntimeError, match="a bug"):
@@ -163,19 +161,19 @@ def test_a_bug_is_no_result(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_memory_of_a_run_is_repeatable(cell: Cell, name: str) -> None:
+def test_memory_of_a_run_is_repeatable(cell: Compose, name: str) -> None:
     first, second = (fit(cell("listops", name))[0].peaks for _ in range(2))
     for part in ("peak_bytes", "evaluation_peak_bytes"):
         assert first[part] == second[part]
     assert first["peak_bytes"] > first["evaluation_peak_bytes"] > 100_000
 
 
-def test_the_shortest_schedule_runs(cell: Cell) -> None:
+def test_the_shortest_schedule_runs(cell: Compose) -> None:
     result = fit(cell("listops", "rfa", "trainer.warmup_steps=2", "trainer.steps=1"))[0]
     assert len(result.losses) == 3
 
 
-def test_gradients_are_clipped_by_value_at_one(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_clipped_by_value_at_one(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
     step = torch.optim.AdamW.step
 
@@ -204,7 +202,7 @@ def test_gradients_are_clipped_by_value_at_one(cell: Cell, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("task", ["listops", "retrieval"])
-def test_trimming_changes_no_evaluation_and_buckets_train(cell: Cell, task: str) -> None:
+def test_trimming_changes_no_evaluation_and_buckets_train(cell: Compose, task: str) -> None:
     config = cell(task, "rfa", "pad=trim", "bucket=true", "model.dropout=0.0", "task.data.length=256")
     result, model, loaded = fit(config)
     assert result.status == "ok"
@@ -215,7 +213,7 @@ def test_trimming_changes_no_evaluation_and_buckets_train(cell: Cell, task: str)
     assert full[1] == pytest.approx(trimmed[1], rel=1e-5)
 
 
-def test_memory_is_that_of_a_whole_batch_even_of_few_examples(cell: Cell) -> None:
+def test_memory_is_that_of_a_whole_batch_even_of_few_examples(cell: Compose) -> None:
     peaks = []
     for size in (16, 64):
         memory = fit(cell("listops", "rfa", f"trainer.batch_size={size}", "task.data.examples.train=16"))[0].memory
@@ -224,7 +222,7 @@ def test_memory_is_that_of_a_whole_batch_even_of_few_examples(cell: Cell) -> Non
     assert peaks[1] > 2.5 * peaks[0]
 
 
-def test_telemetry_is_in_history_and_changes_nothing(cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_telemetry_is_in_history_and_changes_nothing(cell: Compose, capsys: pytest.CaptureFixture[str]) -> None:
     plain, watched = (fit(cell("listops", "macformer_exp", *extra))[0] for extra in ([], ["trainer.telemetry=true"]))
     assert watched.losses == plain.losses
     assert watched.quality == plain.quality
@@ -239,20 +237,20 @@ def test_telemetry_is_in_history_and_changes_nothing(cell: Cell, capsys: pytest.
     assert "layers.1.attend.attention.floored 0" in capsys.readouterr().out
 
 
-def test_telemetry_of_a_model_that_has_none_is_empty(cell: Cell) -> None:
+def test_telemetry_of_a_model_that_has_none_is_empty(cell: Compose) -> None:
     result = fit(cell("listops", "rfa", "trainer.telemetry=true"))[0]
     assert not any(point.telemetry for point in result.history)
 
 
 @pytest.mark.parametrize("extra", ["model.attention.redraw=2", "model.pre_sbn.statistics=batch"])
-def test_measuring_memory_changes_nothing(cell: Cell, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_memory_changes_nothing(cell: Compose, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what moves with each pass, the running averages; nor the draws."""
     measured = fit(cell("listops", "macformer_exp", extra))[0]
     monkeypatch.setattr(loop._Training, "measure_memory", lambda run: None)
     assert fit(cell("listops", "macformer_exp", extra))[0].losses == measured.losses
 
 
-def test_the_trainer_tells_of_its_steps(cell: Cell) -> None:
+def test_the_trainer_tells_of_its_steps(cell: Compose) -> None:
     """One `step()` for each step of the optimiser, and none where there is no redraw."""
     model = fit(cell("listops", "macformer_exp", "model.attention.redraw=3"))[1]
     feature_map = model.layers[0].attend.attention.feature_map
@@ -261,14 +259,14 @@ def test_the_trainer_tells_of_its_steps(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("sampling", ["release", "exact01", "order1"])
-def test_every_sampling_trains(cell: Cell, sampling: str) -> None:
+def test_every_sampling_trains(cell: Compose, sampling: str) -> None:
     result = fit(cell("listops", "macformer_exp", f"model.attention.sampling={sampling}"))[0]
     assert result.status == "ok"
     assert len(result.losses) == 10
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_a_batch_in_parts_has_the_same_gradient(cell: Cell, parts: int) -> None:
+def test_a_batch_in_parts_has_the_same_gradient(cell: Compose, parts: int) -> None:
     """Two or three parts of 8 examples: losses part only by rounding; memory is less."""
     sizes = ["trainer.batch_size=8", "model.dropout=0.0", "task.learning_rate=1e-2"]
     whole, split = (fit(cell("listops", "rfa", *sizes, f"trainer.accumulate={k}"))[0] for k in (1, parts))
@@ -277,13 +275,13 @@ def test_a_batch_in_parts_has_the_same_gradient(cell: Cell, parts: int) -> None:
     assert split.peaks["peak_bytes"] < 0.8 * whole.peaks["peak_bytes"]
 
 
-def test_all_dev_examples(cell: Cell) -> None:
+def test_all_dev_examples(cell: Compose) -> None:
     quality = fit(cell("listops", "rfa", "trainer.dev_examples=all", "task.data.examples.dev=12"))[0].quality
     assert quality is not None
     assert quality.dev_examples == 12
 
 
-def test_the_record_tells_dev_subsets_apart(cell: Cell) -> None:
+def test_the_record_tells_dev_subsets_apart(cell: Compose) -> None:
     sizes = ["task.data.examples.dev=12", "trainer.dev_examples=8"], ["task.data.examples.dev=16"], ["seed=1"]
     found = [fit(cell("listops", "rfa", *more))[0].quality for more in (*sizes, [])]
     assert len({quality.dev_subset for quality in found if quality}) == 3  # the last two have the same
@@ -291,7 +289,7 @@ def test_the_record_tells_dev_subsets_apart(cell: Cell) -> None:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["transformer", "rfa", "macformer_exp"])
-def test_mixed_precision_learns_about_the_same(cell: Cell, name: str, precision: str) -> None:
+def test_mixed_precision_learns_about_the_same(cell: Compose, name: str, precision: str) -> None:
     """On the CPU, which has autocast and a loss scaler, too."""
     exact, mixed = (fit(cell("listops", name, f"trainer.precision={p}"))[0] for p in ("float32", precision))
     assert mixed.losses == pytest.approx(exact.losses, rel=0.02)
@@ -300,7 +298,7 @@ def test_mixed_precision_learns_about_the_same(cell: Cell, name: str, precision:
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_a_saved_state_goes_on_bit_for_bit(cell: Cell, precision: str) -> None:
+def test_a_saved_state_goes_on_bit_for_bit(cell: Compose, precision: str) -> None:
     """Every state that `save` gets, through weights_only; the scaler's included."""
     config = cell("listops", "macformer_exp", f"trainer.precision={precision}", "trainer.checkpoint_every=3")
     task = configs.build(config, "task.data", folder=config.paths.data)
@@ -329,7 +327,7 @@ def test_a_saved_state_goes_on_bit_for_bit(cell: Cell, precision: str) -> None:
         assert resumed.seconds["training"] > state["seconds"]["training"] or state["step"] == 10
 
 
-def test_a_saved_state_of_other_code_is_one_sentence(cell: Cell) -> None:
+def test_a_saved_state_of_other_code_is_one_sentence(cell: Compose) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     model = configs.build(config, "model", **asdict(task.spec))
@@ -337,7 +335,7 @@ def test_a_saved_state_of_other_code_is_one_sentence(cell: Cell) -> None:
         configs.build(config, "trainer").fit(model, task, CPU, 0, saved={"model": {"other": torch.zeros(1)}})
 
 
-def test_every_second_is_booked_once(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_second_is_booked_once(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second a look: none is lost, and a step takes two, one of them for its data."""
     ticks = itertools.count()
     monkeypatch.setattr(devices, "now", lambda device: float(next(ticks)))
@@ -351,7 +349,7 @@ def test_every_second_is_booked_once(cell: Cell, monkeypatch: pytest.MonkeyPatch
     assert (time.evaluation_seconds, time.pause_seconds) == (3, result.seconds["pause"])
 
 
-def test_a_failed_run_has_its_time_too(cell: Cell) -> None:
+def test_a_failed_run_has_its_time_too(cell: Compose) -> None:
     result = fit(cell("listops", "transformer", "task.learning_rate=1e30"))[0]
     assert result.status == "diverged"
     assert result.time is not None
@@ -359,7 +357,9 @@ def test_a_failed_run_has_its_time_too(cell: Cell) -> None:
     assert result.memory is not None
 
 
-def test_a_forecast_trains_and_leaves_nothing(cell: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forecast_trains_and_leaves_nothing(
+    cell: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(cell("listops", "rfa", "dry_run=true", "trainer.steps=1000", "trainer.dev_examples=4"), []) is None
     printed = capsys.readouterr().out
     assert re.search(r"a step takes [\d.]+ ms \(mean of 20\)", printed)
@@ -369,7 +369,7 @@ def test_a_forecast_trains_and_leaves_nothing(cell: Cell, tmp_path: Path, capsys
     assert not list((tmp_path / "outputs").rglob("*"))
 
 
-def test_a_forecast_adds_up(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_adds_up(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second a look: a step takes one, waiting for its data another."""
     config = cell("listops", "rfa", "trainer.steps=98", "trainer.evaluate_every=10", "trainer.dev_examples=8")
     task = configs.build(config, "task.data", folder=config.paths.data)
@@ -383,7 +383,7 @@ def test_a_forecast_adds_up(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def trained(cell: Cell) -> str:
+def trained(cell: Compose) -> str:
     record = run(cell("listops", "rfa", "task.learning_rate=1e-2", "trainer.evaluate_every=3"), [])
     assert record is not None
     assert record.quality is not None
@@ -394,7 +394,7 @@ KEYS = ["task.learning_rate=1e-2", "trainer.evaluate_every=3"]
 
 
 def test_evaluating_a_run_by_its_id_and_by_its_checkpoint(
-    cell: Cell, trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cell: Compose, trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = records.read(tmp_path / "runs" / "listops" / "rfa" / f"{trained}.json")
     assert record.quality is not None
@@ -416,18 +416,18 @@ def test_evaluating_a_run_by_its_id_and_by_its_checkpoint(
     ],
 )
 def test_evaluating_a_checkpoint_of_another_configuration_is_refused_by_key(
-    cell: Cell, trained: str, change: str, named: str
+    cell: Compose, trained: str, change: str, named: str
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(named)):
         run(cell("listops", "rfa", *KEYS, f"evaluate={trained}", change), [])
 
 
-def test_evaluating_what_is_not_there(cell: Cell) -> None:
+def test_evaluating_what_is_not_there(cell: Compose) -> None:
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*outputs/listops.rfa.0.nosuch/checkpoint.pt"):
         run(cell("listops", "rfa", "evaluate=listops.rfa.0.nosuch"), [])
 
 
-def test_weights_go_through_torch_compile(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_go_through_torch_compile(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of the weights stay the same, so that a checkpoint fits either way."""
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
     plain, compiled = (  # without dropout, whose random numbers are others then
@@ -438,7 +438,7 @@ def test_weights_go_through_torch_compile(cell: Cell, monkeypatch: pytest.Monkey
     assert compiled[1].state_dict().keys() == plain[1].state_dict().keys()
 
 
-def test_a_compiled_run_goes_on_as_it_was(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_run_goes_on_as_it_was(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, evaluations and all. A module that does nothing in evaluation is not compiled any more after it."""
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
     config = cell("listops", "macformer_exp", "trainer.compile=true", "trainer.checkpoint_every=3")
@@ -456,7 +456,7 @@ def test_a_compiled_run_goes_on_as_it_was(cell: Cell, monkeypatch: pytest.Monkey
     assert losses[0] == losses[1]
 
 
-def test_a_compiler_that_fails_is_one_sentence(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_one_sentence(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no C++ compiler\nand a long story")
 
@@ -483,7 +483,7 @@ def test_a_request_to_stop_waits_for_a_good_moment_and_a_late_second_one_does_no
 
 
 def test_a_signal_that_comes_too_late_for_its_run_still_stops_a_sweep(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(outcomes: np.ndarray) -> str:
         signal.raise_signal(signal.SIGTERM)
@@ -497,7 +497,7 @@ def test_a_signal_that_comes_too_late_for_its_run_still_stops_a_sweep(
     assert records.read(file).status == "ok"
 
 
-def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run(cell("listops", "rfa"), [])
     assert record is not None
 
@@ -510,7 +510,7 @@ def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Cell, monke
             run(cell("listops", "rfa", what), [])
 
 
-def test_an_evaluation_stops_when_it_is_asked_to(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_stops_when_it_is_asked_to(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of it; what was trained until then is saved, and the evaluation comes first when it goes on."""
     config = cell("listops", "rfa", "task.data.examples.dev=32", "trainer.dev_examples=32")
     task = configs.build(config, "task.data", folder=config.paths.data)
@@ -530,7 +530,7 @@ def test_an_evaluation_stops_when_it_is_asked_to(cell: Cell, monkeypatch: pytest
 
 
 def test_weights_and_biases_without_a_login_is_one_sentence(
-    cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No key, no terminal to ask for one, nothing sent: wandb refuses before it calls anyone."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from macformer.paper.multi30k import Corpus, Pairs
 from macformer.paper.seq2seq import Seq2Seq
 from macformer.paper.translation import BEGIN, END, Bleu, Outcome, Translator
 from macformer.report import cells
-from tests.conftest import captions, write_multi30k
+from tests.conftest import Compose, captions, write_multi30k
 
 CPU = torch.device("cpu")
 SMALL = ["model.width=16", "model.heads=2", "model.head_dim=8", "model.layers=1", "model.feedforward=32"]
@@ -37,11 +36,11 @@ RFA = ["attention=rfa", "ppsbn=with", "model.attention.features=16"]
 SOFTMAX = ["attention=softmax", "ppsbn=without"]
 # A hundred steps, after which translations differ and are sometimes right.
 LONGER = ["model.width=32", "task.learning_rate=1e-2", "trainer.steps_per_epoch=50", "trainer.warmup_steps=10"]
-Tiny = Callable[..., DictConfig]
+Tiny = Compose
 
 
 @pytest.fixture
-def tiny(composed: Callable[..., DictConfig], multi30k: Path, tmp_path: Path) -> Tiny:
+def tiny(composed: Compose, multi30k: Path, tmp_path: Path) -> Tiny:
     """tiny("ppsbn=with", ...) -> a run of ten steps, its record under tmp_path."""
     paths = [f"paths.data={multi30k}", f"paths.results={tmp_path}", f"paths.outputs={tmp_path}/outputs"]
     return lambda *overrides: composed(*SMALL, *paths, *overrides, root="translate")
