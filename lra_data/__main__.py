@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -17,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from lra_data import floors
-from lra_data.base import DATA_VERSION, SPLITS, DataError, Task, replacing
+from lra_data.base import DATA_VERSION, SPLITS, DataError, Task, alone, replacing
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TASKS = sorted(file.stem for file in (CONFIGS / "task").glob("*.yaml"))
@@ -135,7 +134,7 @@ def doctor(words: list[str]) -> None:
                 file = Path(config.paths.results) / "floors.json"
                 usual = composed(name, [f"protocol={config.protocol.name}"])
                 whole = config.task.data == usual.task.data
-                with FileLock(Path(config.paths.data) / ".floors.lock"):
+                with alone(file):
                     _keep(file, name, config.protocol.name, whole, task, measured)
                 print(f"  written to {file}\n")
     sys.exit(0 if ready else 1)
@@ -189,7 +188,6 @@ def _keep(file: Path, name: str, protocol: str, whole: bool, task: Task, measure
         ordered = sorted([*kept, entry], key=lambda floor: (floor["task"], floor["protocol"], floor["fingerprint"]))
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{file} is damaged: delete it, and it will be made anew") from None
-    file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         temporary.write_text(json.dumps({"floors": ordered}, indent=2) + "\n")
 

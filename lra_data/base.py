@@ -260,8 +260,7 @@ def cached(
         manifest = _manifest(home, origin, stamps)
         if isinstance(manifest, Manifest):
             return opened(manifest)  # without a lock: the folder may be read-only
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(home):
+    with alone(home):
         manifest = _manifest(home, origin, stamps)
         if isinstance(manifest, str):
             if manifest:
@@ -291,8 +290,9 @@ def _manifest(home: Path, origin: str | None, stamps: Stamps) -> Manifest | str:
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """No other run builds `home` meanwhile. The empty lock file stays: removed, it could be locked twice."""
+def alone(home: Path) -> Iterator[None]:
+    """No other process makes `home` meanwhile. The empty lock file stays: removed, it could be locked twice."""
+    home.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(home.parent / f".{home.name}.lock")
     try:
         lock.acquire(timeout=0.5)
@@ -332,11 +332,15 @@ def _build(
 def replacing(home: Path) -> Iterator[Path]:
     """A temporary path beside `home`, for a file or a folder: `home` itself when the block ends, removed if it fails.
 
-    The caller has the lock: what is there under the temporary name was left by a run that was killed.
+    The caller has the lock: what is there under the temporary name was left by a run that was killed. (macformer has
+    its own for files, of which nothing is known here.)
     """
 
     def remove(path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
     temporary = home.parent / f".{home.name}.tmp"
     remove(temporary)

@@ -75,12 +75,12 @@ def batch_seconds(folder: Path) -> dict[str, list[float]]:
         for indices in batches[number]:
             read(indices)
 
-    turns = list(
+    taken = list(
         race(
             lambda r: {name: partial(read_all, read, r) for name, read in readers.items()}, ROUNDS, torch.device("cpu")
         )
     )
-    return {name: [each[name].seconds / CALLS for each in turns] for name in readers}
+    return {name: [each[name] / CALLS for each in taken] for name in readers}
 
 
 def prepare(*words: str) -> dict[str, float]:

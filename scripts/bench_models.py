@@ -267,9 +267,10 @@ def measure(
     optimizers = {name: adamw(name, trained[name]) for name in peaks}
     multiply = matmul(device)
     begin = devices.now(device)
-    taken: list[
-        tuple[list[int], dict[str, int], dict[str, int]]
-    ] = []  # of each round: shape; of each model: part, FLOP
+    # Of each round, the warm-up first: the batch's shape, and of each model how many examples it took, and the FLOP.
+    shapes: list[list[int]] = []
+    parts: list[dict[str, int]] = []
+    flops: list[dict[str, int]] = []
 
     def arms(number: int) -> dict[str, Callable[[], object]]:
         each = (devices.now(device) - begin) / max(number, 1)
@@ -277,26 +278,26 @@ def measure(
         print(f"{setting}: round {number} of {rounds}{left}", file=sys.stderr)
         ids, labels = next(batches)
         share = (ids.shape[-1] / longest[0].shape[-1]) ** 2  # what is large is the n x n weights
-        parts = {name: part_of(examples, share * peaks[name], room) for name in peaks}
-        taken.append(([len(ids), ids.shape[-1]], parts, {name: flop(name, trained[name], ids) for name in peaks}))
+        shapes.append([len(ids), ids.shape[-1]])
+        parts.append({name: part_of(examples, share * peaks[name], room) for name in peaks})
+        flops.append({name: flop(name, trained[name], ids) for name in peaks})
         steps = {
             name: partial(step, trained[name], optimizers[name], ids[:part], labels[:part])
-            for name, part in parts.items()
+            for name, part in parts[-1].items()
         }
         return {"matmul": multiply, **steps}
 
-    turns = list(race(arms, rounds, device))
+    taken = list(race(arms, rounds, device))
     return {
-        "shapes": [shape for shape, _, _ in taken[1:]],
-        "matmul_rate": [MATMUL_FLOP / each["matmul"].seconds for each in turns],
+        "shapes": shapes[1:],
+        "matmul_rate": [MATMUL_FLOP / seconds["matmul"] for seconds in taken],
         "arms": {
             name: {
                 "seconds": [
-                    each[name].seconds * examples / parts[name]
-                    for each, (_, parts, _) in zip(turns, taken[1:], strict=True)
+                    seconds[name] * examples / part[name] for seconds, part in zip(taken, parts[1:], strict=True)
                 ],
-                "examples": [parts[name] for _, parts, _ in taken[1:]],
-                "flop": [flops[name] for _, _, flops in taken[1:]],
+                "examples": [part[name] for part in parts[1:]],
+                "flop": [each[name] for each in flops[1:]],
                 "peak_bytes": peaks[name],
             }
             for name in peaks

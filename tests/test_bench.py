@@ -2,7 +2,9 @@
 
 import json
 import re
+import weakref
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lra_data.base import TaskSpec
 from macformer.attention import RMFAttention
 from macformer.harness import config as configs
+from macformer.harness.race import race
 from scripts import bench_attention as bench
 from scripts import bench_models as models
 from tests.conftest import ROOT
@@ -113,6 +116,29 @@ def test_what_is_not_met_is_said() -> None:
         "squared error of paper / exact01": False,
     }
     assert "| n = 4,096: rmfa_order1, times faster than sdpa | 60 | 5 | **not met** |" in bench.table(report)
+
+
+def test_a_race_gives_each_arm_one_turn_a_round_and_keeps_nothing_of_it() -> None:
+    """Results that are kept would take the memory that the others need."""
+    calls: list[tuple[int, str]] = []
+    alive: list[weakref.ref[Tensor]] = []
+
+    def arm(number: int, name: str) -> Tensor:
+        assert not any(result() is not None for result in alive)
+        calls.append((number, name))
+        result = torch.zeros(1)
+        alive.append(weakref.ref(result))
+        return result
+
+    def arms(number: int) -> dict[str, Any]:
+        return {name: partial(arm, number, name) for name in "abcdefgh"}
+
+    looked: list[str] = []
+    rounds = list(race(arms, 3, torch.device("cpu"), look=lambda name, result: looked.append(name)))
+    assert [sorted(seconds) for seconds in rounds] == [list("abcdefgh")] * 3
+    orders = ["".join(name for at, name in calls if at == number) for number in range(4)]
+    assert len(set(orders)) == 4  # of 8! orders
+    assert looked == [name for number, name in calls if number]  # round 0 warms up
 
 
 def test_the_committed_table_and_the_readme_are_those_of_the_committed_run() -> None:

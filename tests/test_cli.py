@@ -182,12 +182,6 @@ def test_one_live_line_on_a_terminal(tmp_path: Path) -> None:
     assert all("steps/s" in part and "left" in part for part in live)
 
 
-def test_table_writes_what_it_prints(tmp_path: Path) -> None:
-    done = program("scripts/table.py", str(tmp_path))
-    assert done.returncode == 0
-    assert done.stdout.startswith((tmp_path / "tables" / "table2.md").read_text())
-
-
 def test_table_of_settings(tmp_path: Path) -> None:
     file = tmp_path / "runs" / "listops" / "rfa" / "a.json"
     file.parent.mkdir(parents=True)

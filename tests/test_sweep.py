@@ -141,6 +141,21 @@ def test_the_announcement_and_data_that_are_not_there(tmp_path: Path) -> None:
     }
 
 
+def test_the_announcement_of_a_task_of_ones_own_chosen_by_a_pattern(tmp_path: Path) -> None:
+    """A finished run is finished even if its checkpoint cannot be read."""
+    own = tmp_path / "configs" / "task" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text((ROOT / "configs" / "task" / "listops.yaml").read_text().replace("name: listops", "name: own"))
+    words = ["--config-dir", str(own.parents[1]), "task=own", "model=glob(rfa*)", "hydra.callbacks.sweep.announce=true"]
+    for finished, begin in ((0, 1), (1, 0)):
+        done = forked.run("train.py", "-m", *words, *TINY, *paths(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert re.search(rf"^  own +rfa +{finished} +0 +{begin} ", done.stdout, re.MULTILINE), done.stdout
+        next((tmp_path / "outputs").glob("own.rfa.0.*/checkpoint.pt")).write_bytes(b"junk")
+    (record,) = found(tmp_path)
+    assert record.differences.task == [word for word in TINY if word.startswith("task.")]
+
+
 def test_more_memory_than_there_is_ends_one_run_and_not_the_sweep(tmp_path: Path) -> None:
     """One tensor of nearly all memory that the machine has: Linux would grant it, and kill whoever fills it."""
     if sys.platform != "linux":

@@ -13,7 +13,7 @@ import filelock
 import torch
 
 from macformer.harness import files
-from macformer.harness.identity import DEFAULTS, decisive
+from macformer.harness.identity import identity_config
 from macformer.harness.record import Run, Session
 
 FORMAT = 1
@@ -41,7 +41,7 @@ class Checkpoint:
         return self.folder / "checkpoint.pt"
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """No other process works on this run at the same time. The lock of one that was killed is free."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(self.folder / "lock")
@@ -138,7 +138,7 @@ def load_for(config: dict[str, Any], fingerprint: str, name: str) -> dict[str, A
     """The checkpoint of that file or run id, if it was made with this configuration and these data."""
     file = Path(name) if name.endswith(".pt") else Path(config["paths"]["outputs"]) / name / "checkpoint.pt"
     saved = load(file)
-    theirs, ours = (DEFAULTS | decisive(each) for each in (json.loads(saved["config"]), config))
+    theirs, ours = identity_config(json.loads(saved["config"])), identity_config(config)
     theirs["data"], ours["data"] = saved["fingerprint"], fingerprint
     differing = [
         f"{key}={theirs.get(key)} (here {ours.get(key)})"

@@ -13,7 +13,7 @@ def replacing(file: Path) -> Iterator[Path]:
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb") as stream:
+        with open(temporary, "r+b") as stream:
             os.fsync(stream.fileno())
         os.replace(temporary, file)
     finally:

@@ -67,17 +67,16 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name in tree for key, value in flatten(tree[name], f"{prefix}.{name}".strip(".")).items()}
 
 
-def decisive(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys that decide a run's result: names, seed, what the constructors get."""
+def identity_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that decide a run's result, joined by dots: names, seed, what the constructors get, all defaults."""
     tree = {key: config.get(key) for key in ("seed", "device", "threads", "model", "trainer")}
     tree["task"] = {key: config["task"].get(key) for key in ("name", "data")}
-    return {
-        key: value for key, value in flatten(tree).items() if not key.endswith("_partial_") and key not in NOT_DECISIVE
-    }
+    flat = flatten(tree).items()
+    return DEFAULTS | {key: value for key, value in flat if not key.endswith("_partial_") and key not in NOT_DECISIVE}
 
 
 def run_id(config: dict[str, Any], fingerprint: str) -> str:
     """task.model.seed.hash8. The hash covers the data and every decisive key that is not at its default."""
-    changed = {key: value for key, value in decisive(config).items() if value != DEFAULTS.get(key, ...)}
+    changed = {key: value for key, value in identity_config(config).items() if value != DEFAULTS.get(key, ...)}
     digest = hashlib.sha256(json.dumps([fingerprint, changed], sort_keys=True).encode()).hexdigest()
     return f"{config['task']['name']}.{config['model']['name']}.{config['seed']}.{digest[:8]}"

@@ -55,12 +55,11 @@ class RunPlan:
         checkpoint = checkpoints.Checkpoint(Path(self.config.paths.outputs) / name, name, self.resolved, fingerprint)
         return records.path(self.config.paths.results, self.resolved, name), checkpoint
 
-    def described(self) -> dict[str, Any]:
-        """What a record of LRA says of its run besides the configuration."""
-        return described(self.resolved, self.overrides) if "protocol" in self.config else {}
-
 
 def described(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """What a record of LRA says of its run besides the configuration; of a translation, nothing."""
+    if "protocol" not in config:
+        return {}
     trainer = config["trainer"]
     return {
         "differences": differences(config, overrides),
@@ -79,25 +78,26 @@ def differences(config: dict[str, Any], overrides: list[str]) -> records.Differe
         group, _, name = key.partition(".")
         if name == "name" or group in NO_DIFFERENCE or (group == "trainer" and name in NO_DIFFERENCE_OF_TRAINER):
             continue
-        if group == "model" and "model.name" not in paper:
-            continue  # a model that has no YAML: its name says that it is another one
+        if group in ("model", "task") and f"{group}.name" not in paper:
+            continue  # somebody's own, which stands in no YAML of ours: see below
         # What follows another key is said there, and must be said if it does not, even if it is the paper's value.
-        original = paper.get(key)
-        usual = actual.get(follows[key], original) if key in follows else original
-        emptied = value is None and any(other.startswith(f"{key}.") for other in paper)  # a whole node
-        if value == usual and not emptied:
+        original = paper.get(key, ...)  # a whole node that was set to null is not there
+        if value == (actual.get(follows[key], original) if key in follows else original):
             continue
         if group == "protocol" and key not in follows.values():
             continue  # of another task
         change = f"{name or group} = {value}"
         if not follows.get(key, "").startswith("task."):  # else the paper's value depends on the task
-            change += f" (paper: {original})"
+            change += f" (paper: {paper.get(key)})"
         if group == "model":
             found.model.append(f"{name}={value}")
         elif group == "task":
             found.task.append(f"{task} {change}")
         else:
             found.shared.append(f"{group} {change}" if name else change)
+    for group, changes in (("model", found.model), ("task", found.task)):
+        if f"{group}.name" not in paper:
+            changes += [word for word in overrides if word.lstrip("+").startswith(f"{group}.")]
     for word in (word for word in overrides if word.startswith("~")):  # a key that was taken out
         (found.model if word.startswith("~model") else found.shared).append(word)
     return found
@@ -114,9 +114,10 @@ def _command(overrides: list[str]) -> list[str]:
 @cache
 def _paper(model: str, task: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The paper's protocol, keys joined by dots, and the keys that take the value of another one."""
-    known = (configs.CONFIGS / "model" / f"{model}.yaml").exists()
-    config = configs.compose(f"task={task}", *[f"model={model}"] * known)
+    choices = {"model": model, "task": task}
+    known = [group for group, name in choices.items() if (configs.CONFIGS / group / f"{name}.yaml").exists()]
+    config = configs.compose(*(f"{group}={choices[group]}" for group in known))
     raw = flatten(OmegaConf.to_container(config))
     follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
-    values = flatten(configs.container(config))
-    return {key: value for key, value in values.items() if known or not key.startswith("model.")}, follows
+    own = tuple(f"{group}." for group in choices if group not in known)
+    return {key: value for key, value in flatten(configs.container(config)).items() if not key.startswith(own)}, follows

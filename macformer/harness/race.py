@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,14 +14,6 @@ SQUARE, PRODUCTS = 1024, 4  # of the arm `matmul`
 MATMUL_FLOP = PRODUCTS * 2 * SQUARE**3
 
 
-@dataclass
-class Turn:
-    """Mean seconds of an arm's calls in one round, and what the last of them returned."""
-
-    seconds: float
-    result: Any
-
-
 def race(
     arms: Callable[[int], Mapping[str, Callable[[], Any]]],
     rounds: int,
@@ -30,21 +21,24 @@ def race(
     seconds: float = 0.0,
     seed: int = 0,
     warm_up: bool = True,
-) -> Iterator[dict[str, Turn]]:
-    """The turns of each round, by arm. `arms(number)` are those of round 1, 2, ..., with its own data or draws.
+    look: Callable[[str, Any], None] = lambda name, result: None,
+) -> Iterator[dict[str, float]]:
+    """Mean seconds of a call of each arm, round by round. `arms(number)` are those of round 1, 2, ..., with its data.
 
     In every round each arm has one turn, in a new order: it is called once, or again and again for `seconds`.
-    `warm_up`: a round 0 comes first and does not count.
+    `warm_up`: a round 0 comes first and does not count. `look` sees what an arm returned, outside the clock; nothing of
+    it is kept, or it would be in the way of the others.
     """
     order = random.Random(seed)
     for number in range(0 if warm_up else 1, rounds + 1):
-        calls = arms(number)
-        turns = {
-            name: Turn(*devices.time_repeated(device, calls[name], seconds))
-            for name in order.sample(list(calls), len(calls))
-        }
+        calls, taken = arms(number), {}
+        for name in order.sample(list(calls), len(calls)):
+            taken[name], result = devices.time_repeated(device, calls[name], seconds)
+            if number:
+                look(name, result)
+            del result
         if number:
-            yield turns
+            yield taken
 
 
 def provenance(device: torch.device, precision: devices.Precision = "float32") -> dict[str, Any]:
@@ -53,10 +47,15 @@ def provenance(device: torch.device, precision: devices.Precision = "float32") -
     return {"code": records.code().model_dump(), "environment": environment.model_dump()}
 
 
-def matmul(device: torch.device) -> Callable[[], object]:
+def matmul(device: torch.device) -> Callable[[], None]:
     """An arm of MATMUL_FLOP operations: how fast the machine multiplies matrices."""
     square = torch.randn(SQUARE, SQUARE, device=device)
-    return lambda: [square @ square for _ in range(PRODUCTS)]
+
+    def multiply() -> None:
+        for _ in range(PRODUCTS):
+            square @ square
+
+    return multiply
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

@@ -269,7 +269,7 @@ def read(file: Path) -> Record | Translation:
         told = None
     told = told if isinstance(told, dict) else {}
     if (version := told.get("schema_version", SCHEMA)) != SCHEMA:
-        raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew")
+        raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew (CHANGELOG.md)")
     try:
         return (Translation if told.get("kind") == "translation" else Record).model_validate_json(text)
     except ValidationError as error:

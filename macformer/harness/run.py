@@ -11,7 +11,7 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import record as records
 from macformer.harness.loop import CannotRun, Look, OutOfMemory, load_weights
-from macformer.harness.plan import RunPlan
+from macformer.harness.plan import RunPlan, described
 from macformer.harness.progress import Screen, duration, mebibytes
 
 
@@ -57,9 +57,9 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         return None
 
     trainer.goal(task, config.seed)  # settings that do not fit the data should fail now, and leave nothing behind
-    described = plan.described()
+    about = described(plan.resolved, overrides)
     file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
-    with checkpoint.alone():
+    with checkpoint.lock():
         finished = records.finished(file)  # another process may just have finished it
         if finished and not config.force:
             return finished
@@ -95,7 +95,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
             environment=environment,
             sessions=checkpoint.sessions,
             concurrent=checkpoint.concurrent,
-            **described,
+            **about,
             parameters=parameters,
             quality=result.quality,
             time=result.time,

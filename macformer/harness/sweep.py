@@ -18,16 +18,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
 
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness import record as records
-from macformer.harness.identity import decisive
+from macformer.harness.identity import identity_config
 from macformer.harness.loop import Forecast, OutOfMemory
 from macformer.harness.plan import RunPlan
 from macformer.harness.progress import duration, mebibytes
@@ -53,9 +54,7 @@ class Notes:
     def expected(self) -> tuple[int, int | None]:
         """Runs of the sweep, and how many of them go on at the same time, if that is known."""
         file = self.folder / "expected"
-        runs, at_once = (
-            json.loads(file.read_text()) if file.exists() else (0, None)
-        )  # no sweep, or without our callback
+        runs, at_once = json.loads(file.read_text()) if file.exists() else (0, None)  # this is not a sweep
         return runs, at_once
 
     @property
@@ -126,8 +125,9 @@ def _ask(number: int, frame: object) -> None:
 def expand(config: DictConfig) -> Iterator[list[str]]:
     """The overrides of each run, as Hydra's own sweeper makes them: a later word for a key replaces an earlier one."""
     words = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     choices: dict[str, list[str]] = {}
-    for word in OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task]):
+    for word in parser.parse_overrides([*words, *config.hydra.overrides.task]):
         key = word.get_key_element()
         if word.is_discrete_sweep():
             choices[key] = [f"{key}={value}" for value in word.sweep_string_iterator()]
@@ -136,11 +136,19 @@ def expand(config: DictConfig) -> Iterator[list[str]]:
     return map(list, product(*choices.values()))
 
 
+def compose(config: DictConfig, words: list[str]) -> DictConfig:
+    """The configuration that the run gets, wherever its YAML files are."""
+    made = GlobalHydra.instance().config_loader().load_sweep_config(config, words)
+    with read_write(made), open_dict(made):
+        del made["hydra"]
+    return made
+
+
 def announce(config: DictConfig, runs: list[list[str]], at_once: int | None) -> None:
     """How many runs, how long, and where."""
     launcher = Notes().launcher
     print(f"{len(runs)} cells, by hydra/launcher={launcher}, their records in {config.paths.results}/runs", flush=True)
-    every = [(configs.compose(*words, root=config.hydra.job.config_name), words) for words in runs]
+    every = [(compose(config, words), words) for words in runs]
     if launcher in HERE:
         tell(*survey(every), at_once or 1)
     else:
@@ -169,7 +177,7 @@ def finished_alike(config: dict[str, Any], ignored: tuple[str, ...] = ()) -> Ite
     """Finished runs that differ from this one in their seed alone, and in the keys to be ignored."""
 
     def kind(config: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in decisive(config).items() if key not in ("seed", *ignored)}
+        return {key: value for key, value in identity_config(config).items() if key not in ("seed", *ignored)}
 
     for file in sorted(records.path(config["paths"]["results"], config, "").parent.glob("*.json")):
         record = records.finished(file)
@@ -202,8 +210,8 @@ def survey(every: list[tuple[DictConfig, list[str]]]) -> tuple[list[Planned], Co
                 raise tasks[key]
             file, checkpoint = plan.record_and_checkpoint(tasks[key].fingerprint)
             record = records.finished(file)
-            saved = checkpoint.unfinished(record)
             finished = bool(record) and not config.force
+            saved = None if finished else checkpoint.unfinished(record)
             planned.append(Planned(plan, tasks[key].fingerprint, finished, saved["step"] if saved else 0))
         except Exception as error:  # the run will say it again, when its turn comes
             problems[f"{config.task.name}: {error}"] += 1
@@ -218,28 +226,27 @@ def tell(planned: list[Planned], problems: Counter[str], at_once: int) -> None:
         return
     costs: dict[str, Cost] = {}
     rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    cost_of: dict[tuple[str, str], Cost] = {}
+    shown: dict[tuple[str, str], Cost] = defaultdict(lambda: (None, "", ""))
     left, unknown = 0.0, 0
     for each in planned:
         plan = each.plan
-        name = plan.config.task.name, plan.config.model.name
-        rows[name]["finished" if each.finished else "go on" if each.step else "begin"] += 1
+        row = plan.config.task.name, plan.config.model.name
+        rows[row]["finished" if each.finished else "go on" if each.step else "begin"] += 1
         if each.finished:
             continue
-        kind = json.dumps([decisive(plan.resolved) | {"seed": None}, each.fingerprint], sort_keys=True)
+        kind = json.dumps([identity_config(plan.resolved) | {"seed": None}, each.fingerprint], sort_keys=True)
         if kind not in costs:
             costs[kind] = recorded(plan, each.fingerprint) or estimate_cost(plan)
-        cost_of[name] = costs[kind]
-        if (seconds := costs[kind][0]) is None:
-            unknown += 1
-        else:
-            left += seconds * (1 - each.step / plan.trainer.total_steps)
+        shown[row] = costs[kind]
+        left += (costs[kind][0] or 0) * (1 - each.step / plan.trainer.total_steps)
+        unknown += costs[kind][0] is None
     print("  task       model            finished  go on  begin          a run       memory  known from")
     for (task, model), count in rows.items():
-        seconds, memory, source = cost_of.get((task, model), (None, "", ""))
+        seconds, memory, source = shown[task, model]
+        time_of_one = "" if seconds is None else duration(seconds)
         print(
-            f"  {task:10} {model:16} {count['finished']:8} {count['go on']:6} {count['begin']:6} "
-            f"{'' if seconds is None else duration(seconds):>14} {memory:>12}  {source}"
+            f"  {task:10} {model:16} {count['finished']:8} {count['go on']:6} {count['begin']:6} {time_of_one:>14} "
+            f"{memory:>12}  {source}"
         )
     left /= at_once
     plan = planned[0].plan

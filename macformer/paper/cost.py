@@ -81,8 +81,8 @@ def products(make: Make) -> Finding:
 
 def timed(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of a call in each round."""
-    turns = list(race(lambda number: arms, rounds, torch.device("cpu"), TURN))
-    return {name: [each[name].seconds for each in turns] for name in arms}
+    taken = list(race(lambda number: arms, rounds, torch.device("cpu"), TURN))
+    return {name: [each[name] for each in taken] for name in arms}
 
 
 def measure_lengths(rounds: int) -> dict[str, list[list[float]]]:

@@ -167,7 +167,9 @@ def tables(
         side_by_side: dict[Any, dict[str, list[Record]]] = defaultdict(dict)
         for task, settings in by_task.items():
             for (changed, _), runs in sorted(settings.items(), key=lambda item: item[0]):
-                words = min(typed(run) for run in runs) if changed else ()
+                # What was typed, wherever the data were.
+                typed = ([word for word in run.differences.command if word[:6] != "paths."] for run in runs)
+                words = tuple(min(map(sorted, typed))) if changed else ()
                 place = next(place for place in count() if task not in side_by_side[bool(changed), words, place])
                 side_by_side[bool(changed), words, place][task] = runs
         made += [_table(columns, floors, bench) for _, columns in sorted(side_by_side.items())]
@@ -181,11 +183,6 @@ def own(record: Record) -> tuple[str, ...]:
     """What is not the paper's of this run's task."""
     stand_in = [f"{record.task} on STAND-IN data, not LRA's"] * (record.data.source == "stand-in")
     return (*stand_in, *record.differences.task)
-
-
-def typed(record: Record) -> tuple[str, ...]:
-    """What made it other than the paper's, wherever its data were."""
-    return tuple(sorted(word for word in record.differences.command if not word.startswith("paths.")))
 
 
 def row(record: Record) -> str:

@@ -16,7 +16,7 @@ from macformer import KernelAttention, PostSBN, PreSBN, RFAttention, RMFAttentio
 from macformer.harness import config as configs
 from macformer.harness import record as records
 from macformer.harness.checkpoint import Checkpoint
-from macformer.harness.identity import DEFAULTS, decisive, run_id
+from macformer.harness.identity import DEFAULTS, identity_config, run_id
 from macformer.harness.plan import RunPlan
 from macformer.harness.run import run
 from macformer.harness.trainer import Trainer
@@ -199,7 +199,7 @@ def test_a_class_that_moves_and_a_new_key_at_its_default_change_no_id(
 
 def test_only_what_is_not_at_its_default_is_hashed(config: dict) -> None:
     """The paper's protocol has nothing but its names and seed."""
-    found = {key for key, value in decisive(config).items() if value != DEFAULTS.get(key, ...)}
+    found = {key for key, value in identity_config(config).items() if value != DEFAULTS.get(key, ...)}
     assert found == {"task.name", "model.name", "seed"}
 
 
