@@ -31,7 +31,6 @@ FILES = {"ppsbn.json", "ppsbn.csv", "ppsbn.md", "ppsbn.png", "ppsbn.svg"}
 @dataclass
 class Made:
     folder: Path
-    data: Path
     code: int
     printed: str
     words: list[str]
@@ -51,7 +50,7 @@ def made(multi30k: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
         shown = io.StringIO()
         patch.setattr("sys.stdout", shown)
         code = script.main(words)
-    return Made(folder, multi30k, code, shown.getvalue(), words)
+    return Made(folder, code, shown.getvalue(), words)
 
 
 def test_the_figure_has_every_run_and_epoch(made: Made) -> None:

@@ -55,14 +55,9 @@ def test_every_yaml_composes_and_its_targets_are_there(root: str, group: str, op
         assert callable(get_object(target))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_carries_the_name_of_its_file(name: str, composed: Compose) -> None:
-    assert composed(f"model={name}").model.name == name
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_task_carries_the_name_of_its_file(name: str, composed: Compose) -> None:
-    assert composed(f"task={name}").task.name == name
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group in ("model", "task") for name in GROUPS[group]])
+def test_a_model_and_a_task_carry_the_name_of_their_file(group: str, name: str, composed: Compose) -> None:
+    assert composed(f"{group}={name}")[group].name == name
 
 
 @pytest.mark.parametrize("protocol", GROUPS["protocol"])
@@ -145,7 +140,7 @@ def test_every_protocol_trains(protocol: str, task: str, cell: Compose) -> None:
         ("model.feedforward=-1", "model: feedforward=-1 must be"),
         ("+model.attention.generator=3", "model.attention.generator=3 .* can only be set from Python"),
         ("task.learning_rate=-1.0", "trainer.learning_rate=-1.0 does not fit Trainer: it should be greater than 0"),
-        ("task.learning_rate=.nan", "trainer.learning_rate=nan does not fit Trainer"),
+        ("task.learning_rate=nan", "trainer.learning_rate=nan does not fit Trainer"),
         ("device=tpu", "device=tpu does not fit train.yaml: it should be 'auto', 'cpu' or 'cuda'"),
         ("seed=true", "seed=True does not fit train.yaml: it should be a valid integer"),
         ("seed=-1", "seed=-1 does not fit train.yaml"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,14 +180,16 @@ def test_the_doctor_finds_damage(tmp_path: Path) -> None:
     assert "(the sha256 of dev is" in done.stdout
 
 
+def prepares(folder: Path, **how: Any) -> subprocess.Popen[str]:
+    """For hours."""
+    words = ["lra_data", "prepare", "listops", f"paths.data={folder}", "task.data.examples.train=10000000"]
+    return subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True, **how)
+
+
 def test_an_interrupted_prepare_leaves_nothing_and_says_so(tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group, the workers included."""
-    command = [sys.executable, "-m", "lra_data", "prepare", "listops", f"paths.data={tmp_path}"]
-    process = subprocess.Popen(
-        [*command, "task.data.examples.train=10000000"],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = prepares(
+        tmp_path,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -203,8 +206,7 @@ def test_an_interrupted_prepare_leaves_nothing_and_says_so(tmp_path: Path) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a child die with its parent")
 def test_the_workers_of_a_killed_prepare_die_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lra_data", "prepare", "listops", f"paths.data={tmp_path}"]
-    process = subprocess.Popen([*command, "task.data.examples.train=10000000"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = prepares(tmp_path)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not (workers := children.read_text().split()):
         time.sleep(0.05)

@@ -77,12 +77,9 @@ def test_the_choice(played: PlayedCuda) -> None:
     assert devices.describe(CUDA) == "Played GPU"
 
 
-def test_auto_precision_is_mixed_on_cuda_alone() -> None:
+def test_auto_precision_is_mixed_on_cuda_alone_and_only_float16_is_scaled() -> None:
     assert [devices.choose_precision("auto", device) for device in (CUDA, CPU)] == ["float16", "float32"]
     assert devices.choose_precision("bfloat16", CUDA) == "bfloat16"
-
-
-def test_only_float16_is_scaled() -> None:
     scaled = {name: devices.scaler(CPU, name).is_enabled() for name in ("float32", "bfloat16", "float16")}
     assert scaled == {"float32": False, "bfloat16": False, "float16": True}
 
