@@ -349,13 +349,13 @@ def _raced(task: str, runs: list[Record], bench: dict[str, Any] | None) -> dict[
     if not bench:
         return None
     if runs:
-        first, machine = runs[0], bench["environment"]
+        first, raced_on = runs[0], bench["environment"]
         wanted = task, first.padding, first.bucketing, first.batch_size
         lengths, trainer = first.config["task"]["data"], first.config["trainer"]
         changed = task in TASKS and any(lengths.get(key) != value for key, value in PAPER["lengths"][task].items())
         if changed or trainer.get("accumulate", 1) > 1 or trainer.get("compile") or trainer.get("tf32"):  # no race has
             return None
-        if any(machine[key] != getattr(first.environment, key) for key in MACHINE):
+        if any(raced_on[key] != getattr(first.environment, key) for key in MACHINE):
             return None
     keys = ("task", "padding", "bucket", "batch_size")
     return next((result for result in bench["results"] if tuple(result[key] for key in keys) == wanted), None)
