@@ -1,7 +1,4 @@
-"""Train one model on one task and record the result: python train.py model=macformer_exp task=listops.
-
-The translator is another configuration of the same program: python train.py -cn translate ppsbn=with.
-"""
+"""Train one model on one task and record the result: python train.py model=macformer_exp task=listops."""
 
 import os
 import signal

@@ -47,9 +47,9 @@ from macformer import RFAttention, RMFAttention, SoftmaxAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.harness.loop import CLIP, EPS
 from macformer.harness.progress import duration, mebibytes
 from macformer.harness.race import MATMUL_FLOP, matmul, provenance, race, ratios
+from macformer.harness.trainer import CLIP, EPS
 from scripts.bench_attention import flop as attention_flop
 from scripts.table import find_block, write_block
 

@@ -15,7 +15,7 @@ import numpy as np
 from macformer.harness import config as configs
 from macformer.harness import record as records
 from macformer.harness.identity import run_id
-from macformer.harness.plan import described
+from macformer.harness.plan import differences
 from macformer.report.cells import MODELS, ROOT, TASKS
 
 SEEDS, ROUNDS = 48, 5
@@ -40,7 +40,10 @@ def made_up(
     machine: dict[str, Any] = {"device": "cpu", "device_name": "Test CPU", "threads": 1, "precision": "float32"}
     return records.Record(
         **names,
-        **described(config, list(overrides)),
+        differences=differences(config, list(overrides)),
+        batch_size=config["trainer"]["batch_size"],
+        padding=config["trainer"]["pad"],
+        bucketing=config["trainer"]["bucket"],
         run_id=run_id(config, "f"),
         status=status,
         message="" if status == "ok" else "why it failed",

@@ -14,11 +14,11 @@ import torch
 
 from macformer.harness import files
 from macformer.harness.identity import identity_config
-from macformer.harness.record import Run, Session
+from macformer.harness.record import Record, Session
 
 FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
-MAY_DIFFER = ("device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile", "trainer.beam")
+MAY_DIFFER = ("device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile")
 KEPT = ("step", "model", "best_weights", "losses")  # of a finished run, for `evaluate=`
 
 
@@ -56,7 +56,7 @@ class Checkpoint:
         finally:
             lock.release()
 
-    def unfinished(self, finished: Run | None) -> dict[str, Any] | None:
+    def unfinished(self, finished: Record | None) -> dict[str, Any] | None:
         """The state to go on from, if there is one; its sessions are known from now on.
 
         That of the `finished` run is none: to force a run is to begin anew.

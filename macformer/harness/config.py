@@ -30,13 +30,13 @@ class ConfigError(Exception):
     """A key or value that does not fit: one sentence that names it and the way out."""
 
 
-def compose(*overrides: str, root: str = "train") -> DictConfig:
-    """What `python train.py overrides...` gets as its configuration; root="translate": with -cn translate."""
+def compose(*overrides: str) -> DictConfig:
+    """What `python train.py overrides...` gets as its configuration."""
     before = GlobalHydra.instance().hydra  # a run may be going on, which was composed by Hydra itself
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return hydra.compose(root, list(overrides))
+            return hydra.compose("train", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     finally:
@@ -49,14 +49,14 @@ def container(node: DictConfig) -> dict[str, Any]:
 
 
 def build(config: DictConfig, key: str, **given: Any) -> Any:
-    """What the node at `key` describes: its _target_, called with its keys and `given`."""
+    """What the node at `key` describes: its _target_, called with its keys and with what it takes of `given`."""
     node = check(config, key)
     arguments = {name: value for name, value in container(node).items() if name != "name"}
     make = instantiate(arguments | {"_partial_": True}, _convert_="all")
-    wants = inspect.signature(get_object(node._target_)).parameters.values()
-    for missing in (p.name for p in wants if p.default is p.empty and p.name not in {*arguments, *given}):
+    takes = inspect.signature(get_object(node._target_)).parameters
+    for missing in (p.name for p in takes.values() if p.default is p.empty and p.name not in {*arguments, *given}):
         raise ConfigError(f"{key}.{missing} is missing: {node._target_} needs it")
-    return checked(key, make, **given)
+    return checked(key, make, **{name: value for name, value in given.items() if name in takes})
 
 
 def checked(key: str, make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
@@ -92,7 +92,7 @@ def check(config: DictConfig, key: str) -> DictConfig:
 
 
 class Top:
-    """The keys of configs/common.yaml; those of the groups go to constructors, which know them better."""
+    """The keys of configs/train.yaml; those of the groups go to constructors, which know them better."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
@@ -105,11 +105,6 @@ class Top:
     model: dict[str, Any]
     trainer: dict[str, Any]
     logger: dict[str, Any]
-
-
-class Lra(Top):
-    """What configs/train.yaml has besides."""
-
     pad: Literal["full", "trim"]
     bucket: bool
     protocol: dict[str, Any]
@@ -117,16 +112,15 @@ class Lra(Top):
 
 def check_top(config: DictConfig) -> None:
     """The keys at the top, by name and type."""
-    own, file = (Lra, "train.yaml") if "protocol" in config else (Top, "translate.yaml")
-    values, kinds = container(config), get_type_hints(own, include_extras=True)
+    values, kinds = container(config), get_type_hints(Top, include_extras=True)
     if unknown := values.keys() - kinds.keys():
         raise ConfigError(f"{min(unknown)} is not known; the keys there are {', '.join(kinds)}")
     for name, kind in kinds.items():
         if name not in values:
-            raise ConfigError(f"{name} is missing; configs/{file} has it, or configs/common.yaml")
-        _fit(name, values[name], kind, file)
+            raise ConfigError(f"{name} is missing; configs/train.yaml has it")
+        _fit(name, values[name], kind, "train.yaml")
     for name in ("data", "results", "outputs"):  # the other paths are where a task's source is, or null
-        _fit(f"paths.{name}", values["paths"].get(name), str, file)
+        _fit(f"paths.{name}", values["paths"].get(name), str, "train.yaml")
 
 
 def _fit(key: str, value: Any, kind: Any, goal: str) -> None:

@@ -17,7 +17,7 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import record as records
 from macformer.harness.identity import flatten, run_id
-from macformer.harness.loop import Loop
+from macformer.harness.trainer import Trainer
 
 # Not in `differences`: device, threads and precision stand in the record's environment, the others change no result.
 NO_DIFFERENCE = ("seed", "device", "threads", "paths", "logger", "force", "evaluate", "dry_run")
@@ -31,7 +31,7 @@ class RunPlan:
         configs.check_top(config)
         self.config, self.overrides = config, overrides
         self.device: torch.device = configs.checked("device", devices.choose, config.device)
-        self.trainer: Loop = configs.build(config, "trainer")
+        self.trainer: Trainer = configs.build(config, "trainer")
         self.trainer.precision = devices.choose_precision(self.trainer.precision, self.device)
         # What ran, not what `auto` may mean elsewhere.
         self.resolved = configs.container(config) | {"device": self.device.type}
@@ -54,19 +54,6 @@ class RunPlan:
         name = run_id(self.resolved, fingerprint)
         checkpoint = checkpoints.Checkpoint(Path(self.config.paths.outputs) / name, name, self.resolved, fingerprint)
         return records.path(self.config.paths.results, self.resolved, name), checkpoint
-
-
-def described(config: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """What a record of LRA says of its run besides the configuration; of a translation, nothing."""
-    if "protocol" not in config:
-        return {}
-    trainer = config["trainer"]
-    return {
-        "differences": differences(config, overrides),
-        "batch_size": trainer["batch_size"],
-        "padding": trainer["pad"],
-        "bucketing": trainer["bucket"],
-    }
 
 
 def differences(config: dict[str, Any], overrides: list[str]) -> records.Differences:

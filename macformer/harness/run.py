@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 from torch import nn
 
@@ -10,8 +11,9 @@ from macformer.harness import checkpoint as checkpoints
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import record as records
-from macformer.harness.loop import CannotRun, Look, OutOfMemory, load_weights
-from macformer.harness.plan import RunPlan, described
+from macformer.harness.evaluation import evaluate
+from macformer.harness.failures import CannotRun, OutOfMemory, explain_errors, load_weights
+from macformer.harness.plan import RunPlan, differences
 from macformer.harness.progress import Screen, duration, mebibytes
 
 
@@ -26,7 +28,7 @@ class RunFailed(Exception):
 EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotRun, OutOfMemory, RunFailed, OSError)
 
 
-def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Run | None:
+def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Record | None:
     """Plan -> data -> model -> training -> record. `concurrent`: so many other runs may be at work beside it."""
     plan = RunPlan(config, overrides)
     device, trainer = plan.device, plan.trainer
@@ -47,7 +49,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
     sizes = " / ".join(f"{len(task.splits[split]):,}" for split in SPLITS)
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     if config.evaluate:
-        with trainer.plainly():
+        with explain_errors(trainer):
             evaluate_only(config.evaluate, plan, model, task)
         return None
     where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
@@ -56,8 +58,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         print_forecast(plan, model, task)
         return None
 
-    trainer.goal(task, config.seed)  # settings that do not fit the data should fail now, and leave nothing behind
-    about = described(plan.resolved, overrides)
+    changes = differences(plan.resolved, overrides)
     file.parent.mkdir(parents=True, exist_ok=True)  # a place that cannot be written should fail now, not at the end
     with checkpoint.lock():
         finished = records.finished(file)  # another process may just have finished it
@@ -75,7 +76,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
             logger = configs.build(config, "logger", settings=plan.resolved, run_id=run_id, began=began)
         log = logger.log if logger else None
         result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
-        record = trainer.record(
+        record = records.Record(
             run_id=run_id,
             status=result.status,
             message=result.message,
@@ -95,7 +96,10 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
             environment=environment,
             sessions=checkpoint.sessions,
             concurrent=checkpoint.concurrent,
-            **about,
+            differences=changes,
+            batch_size=trainer.batch_size,
+            padding=trainer.pad,
+            bucketing=trainer.bucket,
             parameters=parameters,
             quality=result.quality,
             time=result.time,
@@ -125,26 +129,29 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
 def evaluate_only(name: str, plan: RunPlan, model: nn.Module, task: Any) -> None:
     """Test the weights of a checkpoint, named by its file or its run's id."""
     saved = checkpoints.load_for(plan.resolved, task.fingerprint, name)
-    trainer, device = plan.trainer, plan.device
-    goal, screen = trainer.goal(task, plan.config.seed), Screen()
+    trainer, screen, test = plan.trainer, Screen(), task.splits["test"]
+    model.to(plan.device)
 
     def tick(done: int) -> None:
-        screen.live(lambda: f"evaluating: {done:,} of {goal.test_examples:,} examples")
+        screen.live(lambda: f"evaluating: {done:,} of {len(test):,} examples")
 
-    look = Look(model.to(device), device, trainer.precision, tick)
     for which, weights in (("best on dev", saved["best_weights"]), ("last", saved["model"])):
-        if weights is None:
+        if not weights:  # saved before the first evaluation
             continue
         load_weights(model, weights)
-        told = goal.told(goal.test(look))
-        screen.line(f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: {told}")
+        outcomes, loss = evaluate(
+            model, test, np.arange(len(test)), trainer.batch_size, plan.device, trainer.trim, trainer.precision, tick
+        )
+        screen.line(
+            f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: test accuracy {outcomes.mean():.2%} "
+            f"of {len(test):,} (majority class {task.majority:.2%}), loss {loss:.4f}"
+        )
     screen.close()
 
 
 def print_forecast(plan: RunPlan, model: nn.Module, task: Any) -> None:
     """What the run would cost."""
-    with plan.trainer.plainly():
-        cost = plan.trainer.forecast(model, task, plan.device, plan.config.seed)
+    cost = plan.trainer.forecast(model, task, plan.device, plan.config.seed)
     total = cost.train_seconds + cost.evaluation_seconds
     print(f"a step takes {1000 * cost.step_seconds:.3g} ms (mean of {cost.measured_steps})")
     print(f"peak memory of training {mebibytes(cost.memory.peak_bytes)} ({cost.memory.method})")

@@ -28,8 +28,9 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness import record as records
+from macformer.harness.failures import OutOfMemory, explain_errors
+from macformer.harness.forecast import Forecast
 from macformer.harness.identity import identity_config
-from macformer.harness.loop import Forecast, OutOfMemory
 from macformer.harness.plan import RunPlan
 from macformer.harness.progress import duration, mebibytes
 
@@ -286,5 +287,5 @@ def estimate_cost(plan: RunPlan) -> Cost:
 def forecast(config: DictConfig, overrides: list[str]) -> Forecast:
     plan = RunPlan(config, overrides)
     task = plan.task()
-    with plan.trainer.plainly():
+    with explain_errors(plan.trainer):
         return plan.trainer.forecast(plan.model(task), task, plan.device, config.seed, PATIENCE)

@@ -1,4 +1,4 @@
-"""The loop: schedule, reproducibility, best-by-dev, failures, memory."""
+"""The trainer: schedule, reproducibility, best-by-dev, failures, memory."""
 
 import copy
 import functools
@@ -18,12 +18,13 @@ from torch import nn
 
 from macformer.harness import config as configs
 from macformer.harness import device as devices
-from macformer.harness import loop, trainer
+from macformer.harness import failures, trainer
 from macformer.harness import record as records
+from macformer.harness import stop as stops
 from macformer.harness.checkpoint import CheckpointError
-from macformer.harness.loop import Result
+from macformer.harness.evaluation import evaluate
+from macformer.harness.result import Result
 from macformer.harness.run import RunFailed, run
-from macformer.harness.trainer import evaluate
 from tests.conftest import MODELS, Compose
 
 CPU = torch.device("cpu")
@@ -246,7 +247,7 @@ def test_telemetry_of_a_model_that_has_none_is_empty(cell: Compose) -> None:
 def test_measuring_memory_changes_nothing(cell: Compose, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what moves with each pass, the running averages; nor the draws."""
     measured = fit(cell("listops", "macformer_exp", extra))[0]
-    monkeypatch.setattr(loop._Training, "measure_memory", lambda run: None)
+    monkeypatch.setattr(trainer, "measure_memory", lambda run: None)
     assert fit(cell("listops", "macformer_exp", extra))[0].losses == measured.losses
 
 
@@ -331,7 +332,7 @@ def test_a_saved_state_of_other_code_is_one_sentence(cell: Compose) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     model = configs.build(config, "model", **asdict(task.spec))
-    with pytest.raises(loop.CannotRun, match="do not fit this code: train again"):
+    with pytest.raises(failures.CannotRun, match="do not fit this code: train again"):
         configs.build(config, "trainer").fit(model, task, CPU, 0, saved={"model": {"other": torch.zeros(1)}})
 
 
@@ -461,7 +462,7 @@ def test_a_compiler_that_fails_is_one_sentence(cell: Compose, monkeypatch: pytes
         raise RuntimeError("no C++ compiler\nand a long story")
 
     monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=broken))
-    with pytest.raises(loop.CannotRun, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
+    with pytest.raises(failures.CannotRun, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
         fit(cell("listops", "transformer", "trainer.compile=true"))
 
 
@@ -469,14 +470,14 @@ def test_a_request_to_stop_waits_for_a_good_moment_and_a_late_second_one_does_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with loop.Stop() as stop:
+    with stops.Stop() as stop:
         stop.check()
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # at once: a checkpoint may be under way
             signal.raise_signal(number)
-        with pytest.raises(loop.Stopped):
+        with pytest.raises(stops.Stopped):
             stop.check()
         assert stop.signal == signal.SIGINT
-        monkeypatch.setattr(loop, "PATIENCE", -1)
+        monkeypatch.setattr(stops, "PATIENCE", -1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -506,7 +507,7 @@ def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Compose, mo
 
     monkeypatch.setattr(nn.Embedding, "forward", short)
     for what in ("dry_run=true", f"evaluate={record.run_id}"):
-        with pytest.raises(loop.OutOfMemory, match=r"^out of memory: raise trainer.accumulate=1 .* or lower"):
+        with pytest.raises(failures.OutOfMemory, match=r"^out of memory: raise trainer.accumulate=1 .* or lower"):
             run(cell("listops", "rfa", what), [])
 
 
@@ -544,7 +545,7 @@ def test_a_signal_that_somebody_else_handles_is_left_to_them() -> None:
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
-        with loop.Stop() as stop:
+        with stops.Stop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             assert asked == [signal.SIGTERM]
             stop.check()

@@ -1,0 +1,60 @@
+"""Accuracy and loss of a model on examples of a split. Knows no model and no task by name."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from macformer.harness import device as devices
+from macformer.harness.device import Precision
+
+Indices = NDArray[np.int64]
+Outcomes = tuple[NDArray[np.bool_], float]  # which examples are right, and the mean loss
+
+
+class Split(Protocol):
+    def __len__(self) -> int: ...
+    @property
+    def lengths(self) -> Indices: ...
+    def batch(self, indices: Indices, trim: bool) -> tuple[NDArray[np.int32], Indices]: ...
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    split: Split,
+    indices: Indices,
+    batch_size: int,
+    device: torch.device,
+    trim: bool,
+    precision: Precision = "float32",
+    tick: Callable[[int], None] = lambda done: None,
+) -> Outcomes:
+    """Which of the examples the model gets right, in the order of `indices`, and the mean loss.
+
+    `tick` is called before each batch with the number of examples that are done.
+    """
+    model.eval()
+    by_length = np.argsort(split.lengths[indices], kind="stable")  # so that trimming pays
+    batches = [by_length[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    right: list[Tensor] = []
+    losses: list[Tensor] = []
+    for ids, labels in devices.feed(device, (split.batch(indices[places], trim) for places in batches)):
+        tick(len(right) * batch_size)
+        with devices.autocast(device, precision):
+            logits = model(ids).float()
+        right.append(logits.argmax(-1) == labels)
+        losses.append(F.cross_entropy(logits, labels, reduction="sum"))
+    model.train()
+    outcomes = np.empty(len(indices), bool)
+    outcomes[by_length] = torch.cat(right).cpu().numpy()
+    return outcomes, float(torch.stack(losses).double().sum()) / len(indices)
+
+
+def longest_batch(split: Split, batch_size: int) -> Indices:
+    """The longest examples; where there are fewer than a batch they are repeated."""
+    return np.resize(np.argsort(-split.lengths, kind="stable"), batch_size)
