@@ -2,8 +2,11 @@
 
 Shapes: B batch, H heads, n queries, m keys, d head width, D random features.
 q is (B, H, n, d); k and v are (B, H, m, d), with m = n where `causal`; mask is (B, m), True = keep;
-out is (B, H, n, d). A query that sees no key at all gets zeros. Inside, everything is float32 or wider, under autocast
-too.
+out is (B, H, n, d). A query that sees no key at all gets zeros. Inside, everything is float32 or wider, even under
+autocast.
+
+An attention of your own is a module with `forward(q, k, v, mask)` of these shapes, with an argument `causal` if it can
+be causal. Optional are the methods `absorb(pre_sbn)` and `telemetry`, as RMFAttention has them.
 """
 
 from collections.abc import Callable
@@ -18,13 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from macformer import kernels
 from macformer.dropout import Dropout
 from macformer.features import RandomFourier, RandomMaclaurin, Sampling
-from macformer.linear import FLOOR, Form, check_square, linear_attention
-from macformer.ppsbn import unit_rows
+from macformer.folded import FLOOR, FoldedMap, check_square
+from macformer.linear import linear_attention
+from macformer.ppsbn import PreSBN, unit_rows
 
 TELEMETRY_ROWS = 64  # queries of an example that telemetry compares with exact attention
 
 
-def _width(q: Tensor, head_dim: int) -> None:
+def _check_width(q: Tensor, head_dim: int) -> None:
     if q.shape[-1] != head_dim:
         raise ValueError(f"q has heads of width {q.shape[-1]}, but the attention was made with head_dim={head_dim}")
 
@@ -45,12 +49,12 @@ def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Masked tokens zero. The powers of a huge one would overflow, and inf times 0 is NaN."""
+    """Set masked tokens to zero: the powers of a huge one would overflow, and inf times 0 is NaN."""
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
 
 
 def _full_precision(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A forward method that sees float32 or wider whatever comes in, with autocast off, and answers in q's dtype."""
+    """Give a forward method float32 or wider, with autocast off, and return its result in q's dtype."""
 
     @wraps(forward)
     def run(
@@ -134,8 +138,7 @@ class RMFAttention(nn.Module):
 
     Time O((n + m) d D'), where D' counts the projections of the features of degree 2 and more: about 3D/4 for p = 2.
     Memory O((n + m) d): features are computed again in the backward pass. Causal: by chunks, linear in n as well.
-    No ppSBN inside, but for `pre_sbn_eps`: with it the rows of q and k are normalised like PreSBN(eps) first, without
-    ever holding all normalised rows.
+    There is no ppSBN inside, unless it is given a PreSBN to `absorb`.
     """
 
     def __init__(
@@ -152,40 +155,33 @@ class RMFAttention(nn.Module):
         self.feature_map = RandomMaclaurin(head_dim, features, kernel, p, generator, sampling, redraw)
         self.kernel = kernel
         self.floor = FLOOR * kernels.find(kernel).coefficient(0)
+        self.pre_sbn_eps: float | None = None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        pre_sbn_eps: float | None = None,
-    ) -> Tensor:
-        _width(q, self.feature_map.head_dim)
+    def absorb(self, pre_sbn: PreSBN) -> bool:
+        """Normalise q and k here from now on, without ever holding all normalised rows. False: this one cannot be."""
+        if pre_sbn.statistics != "token":
+            return False
+        self.pre_sbn_eps = pre_sbn.eps
+        return True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        _check_width(q, self.feature_map.head_dim)
         with torch.autocast(q.device.type, enabled=False):  # or A would be rounded
             constant, linear, rows, widths = self.feature_map.folded(torch.promote_types(q.dtype, torch.float32))
         scale = q.shape[-1] ** -0.25  # of q and of k: once in each projection, twice in the linear part
-        form = Form(
+        folded = FoldedMap(
             constant=constant,
             linear=None if linear is None else linear * scale**2,
             widths=widths,
-            scale=1.0,
             floor=self.floor,
-            normalise="no" if pre_sbn_eps is None else "centred",
-            eps=pre_sbn_eps or 0.0,
+            normalise="no" if self.pre_sbn_eps is None else "centred",
+            eps=self.pre_sbn_eps or 0.0,
         )
-        return linear_attention(q, k, v, mask, causal, rows * scale, form)
+        return linear_attention(q, k, v, mask, causal, rows * scale, folded)
 
     @torch.no_grad()
     def telemetry(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        pre_sbn_eps: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
     ) -> dict[str, float]:
         """What `forward` does with these inputs, on a few queries of each example (causal: the first ones).
 
@@ -195,8 +191,8 @@ class RMFAttention(nn.Module):
         """
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = _wide(q, k, v)
-            if pre_sbn_eps is not None:
-                q, k = unit_rows(q, pre_sbn_eps), unit_rows(k, pre_sbn_eps)
+            if self.pre_sbn_eps is not None:
+                q, k = unit_rows(q, self.pre_sbn_eps), unit_rows(k, self.pre_sbn_eps)
             real = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)
             if mask is not None and q.shape[2] == k.shape[2]:
                 real = mask
@@ -215,14 +211,15 @@ class RMFAttention(nn.Module):
             phi_q, phi_k = (self.feature_map(x * x.shape[-1] ** -0.25) for x in (q, k))
             floored = (phi_q @ phi_k.mT * seen).sum(-1) < self.floor * seen.sum(-1)
             exact = KernelAttention(self.kernel)(q, k, v, mask, causal)
-            off = self.forward(q, k, v, mask, causal) - exact  # a call would ask the hooks of `observe` again
-            apart = exact - SoftmaxAttention()(torch.zeros_like(q), k, v, mask, causal)
-            rows = real.unsqueeze(1).expand(off.shape[:3])
+            # To normalise twice changes nothing. A call of `self` would call the hooks of `observe` again.
+            error = self.forward(q, k, v, mask, causal) - exact
+            spread = exact - SoftmaxAttention()(torch.zeros_like(q), k, v, mask, causal)
+            rows = real.unsqueeze(1).expand(error.shape[:3])
             return {
                 "logit_min": float(logits[looked_at].min()),
                 "logit_max": float(logits[looked_at].max()),
                 "floored": float(floored[rows].double().mean()),
-                "error": float(off[rows].square().sum() / apart[rows].square().sum()),
+                "error": float(error[rows].square().sum() / spread[rows].square().sum()),
             }
 
 
@@ -239,14 +236,8 @@ class RFAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         frequencies = self.feature_map.frequencies()
-        _width(q, frequencies.shape[-1])
-        form = Form(
-            constant=0.0,
-            linear=None,
-            widths=None,
-            scale=1 / frequencies.shape[1],
-            floor=FLOOR,
-            normalise="unit",
-            eps=1e-12,
-        )
-        return linear_attention(q, k, v, mask, causal, frequencies, form)
+        _check_width(q, frequencies.shape[-1])
+        # The features' scale 1/F cancels in the ratio: only the floor has to know it.
+        floor = FLOOR * frequencies.shape[1]
+        folded = FoldedMap(constant=0.0, linear=None, widths=None, floor=floor, normalise="unit", eps=1e-12)
+        return linear_attention(q, k, v, mask, causal, frequencies, folded)

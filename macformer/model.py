@@ -1,8 +1,9 @@
-"""The LRA classifier: embeddings, multi-head layer, pre-LN encoder, heads for one text or two. Knows no data.
+"""The LRA classifier: embeddings, multi-head attention, pre-LN layers, heads for one text or two. Knows no data.
 
 Shapes: B batch, n length, H heads, d head width. Token id 0 is padding.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from macformer import pieces
-from macformer.attention import RMFAttention
+from macformer import cache_blocks
 from macformer.check import require_int
 from macformer.dropout import Dropout
 from macformer.ppsbn import PreSBN
 
 
 class MultiHead(nn.Module):
-    """Project, split into heads, [pre-SBN,] attend, [post-SBN,] join, project."""
+    """Project, split into heads, [pre-SBN,] attend, [post-SBN,] join. `Layer` applies the last projection, `out`."""
 
     def __init__(
         self,
@@ -37,30 +37,34 @@ class MultiHead(nn.Module):
         self.attention = attention()
         self.pre_q = pre_sbn(heads=heads, head_dim=head_dim) if pre_sbn else None
         self.pre_k = pre_sbn(heads=heads, head_dim=head_dim) if pre_sbn else None
+        absorb = getattr(self.attention, "absorb", None)
+        if self.pre_q and absorb and absorb(self.pre_q):
+            self.pre_q = self.pre_k = None
         self.post = post_sbn(heads=heads, head_dim=head_dim) if post_sbn else None
         self.out = nn.Linear(heads * head_dim, width)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, n, width), mask (B, n) -> (B, n, width)."""
-        return self.out(self.joined(self.to_q(x), self.to_k(x), self.to_v(x), mask))
+        """x (B, n, width), mask (B, n) -> (B, n, heads * head_dim)."""
+        return self.attend_heads(self.to_q(x), self.to_k(x), self.to_v(x), mask)
 
-    def joined(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """q and result (B, n, heads * head_dim), k and v (B, m, ...), mask (B, m): all between the projections."""
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        if self.pre_q and self.pre_q.statistics == "token" and isinstance(self.attention, RMFAttention):
-            # The same, without normalised copies.
-            attended = self.attention(q, k, v, mask, causal, pre_sbn_eps=self.pre_q.eps)
+        if self.pre_q and self.pre_k:
+            q, k = self.pre_q(q, mask), self.pre_k(k, mask)
+        if not causal:
+            attended = self.attention(q, k, v, mask)
+        elif "causal" in inspect.signature(self.attention.forward).parameters:
+            attended = self.attention(q, k, v, mask, causal=True)
         else:
-            if self.pre_q and self.pre_k:
-                q, k = self.pre_q(q, mask), self.pre_k(k, mask)
-            attended = self.attention(q, k, v, mask, causal)
+            raise ValueError(f"{type(self.attention).__name__} cannot be causal: its forward has no argument `causal`")
         if self.post:
             attended = self.post(attended)
         return attended.transpose(1, 2).flatten(-2)
 
 
 class Layer(nn.Module):
-    """Pre-LN: x + drop(attend(norm(x))), then x + drop(second(drop(gelu(first(norm(x))))))."""
+    """Pre-LN: x + drop(out(attend(norm(x)))), then x + drop(second(drop(gelu(first(norm(x))))))."""
 
     def __init__(self, attend: MultiHead, width: int, feedforward: int, dropout: float):
         super().__init__()
@@ -72,12 +76,10 @@ class Layer(nn.Module):
         self.drop = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        attend, drop = self.attend, self.drop
-        if pieces.usable(x):  # the same, faster
-            q, k, v = pieces.norm_project(x, self.norm_attend, (attend.to_q, attend.to_k, attend.to_v))
-            attended = attend.joined(q, k, v, mask)
-            return pieces.add_and_feed(x, attended, attend.out, drop, self.norm, self.first, self.second)
-        x = x + drop(attend(self.norm_attend(x), mask))
+        attended, drop = self.attend(self.norm_attend(x), mask), self.drop
+        if cache_blocks.usable(x):  # the same with less memory
+            return cache_blocks.add_and_feed(x, attended, self.attend.out, drop, self.norm, self.first, self.second)
+        x = x + drop(self.attend.out(attended))
         return x + drop(self.second(drop(F.gelu(self.first(self.norm(x))))))
 
 

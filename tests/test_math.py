@@ -16,8 +16,8 @@ from torch import Generator, Tensor
 
 from macformer.attention import KernelAttention, RMFAttention
 from macformer.features import RandomMaclaurin
+from macformer.folded import FLOOR
 from macformer.kernels import KERNELS
-from macformer.linear import FLOOR
 from macformer.ppsbn import BEND, PostSBN, PreSBN
 from tests.conftest import ROOT
 

@@ -273,11 +273,12 @@ def test_another_head_width_is_named(name: str) -> None:
 def test_telemetry_is_what_it_says(causal: bool) -> None:
     """Against the definition written out, at a length where every query is looked at."""
     attention = RMFAttention(d, 64, "inv", generator=seeded()).double()
+    assert attention.absorb(PreSBN())
     q, k, v = (t.detach() for t in qkv(n=40, m=40))
     mask = torch.ones(2, 40, dtype=torch.bool)
     mask[1, 25:] = False
     padded = q.masked_fill(~mask[:, None, :, None], 1e9)  # what stands in padding is not looked at
-    told = attention.telemetry(3 * padded + 1, 2 * k - 1, v, mask, causal, pre_sbn_eps=1e-13)  # pre-SBN undoes 3, 1, 2
+    told = attention.telemetry(3 * padded + 1, 2 * k - 1, v, mask, causal)  # pre-SBN undoes 3, 1, 2
     seen = mask[:, None, None, :].expand(2, 2, 40, 40).clone()
     if causal:
         seen &= torch.ones(40, 40, dtype=torch.bool).tril()

@@ -1,5 +1,6 @@
-"""The fast linear core against the plain definition: values, gradients, pieces, masks, what it keeps."""
+"""The fast linear core against the plain definition: values, gradients, blocks, masks, what it keeps."""
 
+import copy
 import gc
 from collections.abc import Callable
 
@@ -13,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from macformer import linear
 from macformer.attention import RFAttention, RMFAttention, SoftmaxAttention
+from macformer.folded import FLOOR, plain_attention
 from macformer.harness.device import peak_bytes
 from macformer.kernels import KERNELS
-from macformer.linear import FLOOR, plain_attention
 from macformer.ppsbn import PostSBN, PreSBN
 
 SAMPLINGS = ("paper", "release", "exact01", "order1")
@@ -57,14 +58,14 @@ def both(
     return out.detach(), list(torch.autograd.grad(out, inputs, pull, materialize_grads=True))
 
 
-@pytest.fixture(params=[None, 200, 3000], ids=["one piece", "tiny pieces", "small pieces"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[None, 200, 3000], ids=["one block", "tiny blocks", "small blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work in one piece, or cut through tokens, or with several examples a piece."""
     if request.param:
-        monkeypatch.setitem(linear.PIECE, "cpu", request.param)
+        monkeypatch.setitem(linear.BLOCK, "cpu", request.param)
 
 
-@pytest.mark.usefixtures("pieces")
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("masked", [False, True])
@@ -79,7 +80,7 @@ def test_rmfa_is_the_plain_map_with_the_same_draw(kernel: str, sampling: str, ma
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
-@pytest.mark.usefixtures("pieces")
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("heads", [1, 2])
 def test_rfa_is_the_plain_map_and_trains_sigma(heads: int) -> None:
     attention = RFAttention(16, 32, heads, generator=seeded()).double()
@@ -109,17 +110,19 @@ def test_causal_chunks_are_the_plain_definition(make: Callable[[], nn.Module], n
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.usefixtures("pieces")
-def test_fused_pre_sbn_is_pre_sbn_followed_by_attention(causal: bool) -> None:
+@pytest.mark.usefixtures("blocks")
+def test_absorbed_pre_sbn_is_pre_sbn_followed_by_attention(causal: bool) -> None:
     attention = RMFAttention(16, 64, "inv", generator=seeded()).double()
+    absorbing = copy.deepcopy(attention)
+    assert absorbing.absorb(PreSBN())
     raw = [(5 * x.detach() + 1).requires_grad_() for x in qkv()]
     mask = some_mask(3, 40)
-    ours = both(lambda q, k, v: attention(q, k, v, mask, causal, pre_sbn_eps=1e-13), raw)
+    ours = both(lambda q, k, v: absorbing(q, k, v, mask, causal), raw)
     theirs = both(lambda q, k, v: attention(PreSBN()(q), PreSBN()(k), v, mask, causal), raw)
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.usefixtures("pieces")
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("make", [lambda: RMFAttention(4, 12, "log", generator=seeded()), lambda: RFAttention(4, 6, 2)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck(make: Callable[[], nn.Module], causal: bool) -> None:
@@ -241,12 +244,13 @@ def test_autocast_does_not_reach_the_backward_pass() -> None:
 
 
 def assert_finite(attention: RMFAttention, inputs: list[Tensor], mask: Tensor | None = None) -> None:
-    """Through pre-SBN, attention and post-SBN with beta = 1/2, pre-SBN on its own and fused."""
+    """Through pre-SBN, attention and post-SBN with beta = 1/2, pre-SBN on its own and absorbed."""
     post = PostSBN(inputs[0].shape[1], inputs[0].shape[-1])
     nn.init.constant_(post.log_beta, -0.7)
     q, k, v = inputs
-    fused = attention(q, k, v, mask, pre_sbn_eps=1e-13)
-    for attended in (fused, attention(PreSBN()(q), PreSBN()(k), v, mask)):
+    absorbing = copy.deepcopy(attention)
+    assert absorbing.absorb(PreSBN())
+    for attended in (absorbing(q, k, v, mask), attention(PreSBN()(q), PreSBN()(k), v, mask)):
         out = post(attended)
         assert out.isfinite().all()
         for grad in torch.autograd.grad(out.sum(), [*inputs, *post.parameters()], materialize_grads=True):
@@ -328,7 +332,7 @@ def test_any_shape_mask_and_dtype(
     attention = RMFAttention(width, features, kernel, sampling, generator=seeded(n))
     inputs = qkv(B, H, n, m, width, dtype, seed=m)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(linear.PIECE, "cpu", size)
+        patch.setitem(linear.BLOCK, "cpu", size)
         out, grads = both(attention, inputs, mask)
     exact, _ = both(plain(attention.double()), [x.detach().double().requires_grad_() for x in inputs], mask)
     assert out.dtype == dtype
@@ -368,7 +372,7 @@ def test_no_tokens_and_no_examples() -> None:
 
 
 def test_long_sequences_are_the_plain_map_without_help() -> None:
-    """The way that a benchmark and a model of n = 4,096 take: heads where they lie, two pieces a head."""
+    """The way that a benchmark and a model of n = 4,096 take: heads where they lie, two blocks a head."""
     attention = RMFAttention(16, 128, generator=seeded())
     inputs = [
         x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(B=2, n=4097, m=4001, dtype=torch.float32)

@@ -86,15 +86,15 @@ def test_macformer_takes_hardly_more_memory_than_fused_softmax(sampling: str, co
     assert macformer < 1.15 * peak("model=transformer_sdpa") + 4 * 2**20
 
 
-def test_the_fused_pre_sbn_of_a_model_is_pre_sbn(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absorbed_pre_sbn_is_pre_sbn(composed: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and every gradient, against pre-SBN and attention one after the other."""
     ids, labels = some_ids(40, 3), torch.tensor([1, 2])
-    model = build(composed("model=macformer_inv")).eval().double()
     results = []
-    for fused in (True, False):
-        if not fused:
-            monkeypatch.setattr("macformer.model.RMFAttention", type(None))
-        model.zero_grad()
+    for absorbed in (True, False):
+        if not absorbed:
+            monkeypatch.setattr("macformer.attention.RMFAttention.absorb", lambda self, pre_sbn: False)
+        model = build(composed("model=macformer_inv")).eval().double()
+        assert all((layer.attend.pre_q is None) == absorbed for layer in model.layers)
         logits = model(ids)
         nn.functional.cross_entropy(logits, labels).backward()
         results.append([logits, *(p.grad.clone() for p in model.parameters())])

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
+from macformer.harness.loop import Look, Result
 from omegaconf import DictConfig
 from torch import Tensor
 
 from lra_data.base import DataError
 from macformer.harness import config as configs
 from macformer.harness import record as records
-from macformer.harness.loop import Look, Result
 from macformer.harness.record import Translated, Translation
 from macformer.harness.run import run
 from macformer.paper.multi30k import Corpus, Pairs

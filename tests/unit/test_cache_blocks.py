@@ -1,4 +1,4 @@
-"""The layer by pieces against the same layer in plain torch, dropout included: both draw the same numbers."""
+"""The layer by cache blocks against the same layer in plain torch, with the same dropout."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from macformer import pieces
+from macformer import cache_blocks
 from macformer.dropout import Dropout
 from tests.conftest import Compose
 from tests.unit.test_model import build, some_ids
@@ -25,27 +25,16 @@ def outcome(model: nn.Module, ids: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["macformer_exp", "rfa", "transformer"])
 @pytest.mark.parametrize("tokens", [1, 50, 111, 4096])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_layer_by_pieces_is_the_plain_layer(
+def test_a_layer_by_blocks_is_the_plain_layer(
     name: str, tokens: int, dropout: float, composed: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """3 x 37 tokens in pieces of 1, of a length that leaves a rest, of all, and of more than there are."""
+    """3 x 37 tokens in blocks of 1, of a length that leaves a rest, of all, and of more than there are."""
     model = build(composed(f"model={name}", f"model.dropout={dropout}")).double()
     ids = some_ids(37, 20, 3, padded=37)
-    monkeypatch.setattr(pieces, "TOKENS", tokens)
+    monkeypatch.setattr(cache_blocks, "TOKENS", tokens)
     fast = outcome(model, ids)
-    monkeypatch.setattr(pieces, "usable", lambda x: False)
+    monkeypatch.setattr(cache_blocks, "usable", lambda x: False)
     torch.testing.assert_close(fast, outcome(model, ids))
-
-
-def test_a_map_whose_result_is_not_used_has_no_gradient_and_the_others_do() -> None:
-    torch.manual_seed(0)
-    x, norm = torch.randn(2, 5, 8, dtype=torch.double, requires_grad=True), nn.LayerNorm(8).double()
-    maps = [nn.Linear(8, width).double() for width in (3, 4)]
-    used = pieces.norm_project(x, norm, maps)[1]
-    (fast,) = torch.autograd.grad(used.square().sum(), x)
-    (plain,) = torch.autograd.grad(maps[1](norm(x)).square().sum(), x)
-    torch.testing.assert_close(used, maps[1](norm(x)))
-    torch.testing.assert_close(fast, plain)
 
 
 @pytest.mark.parametrize("name", ["macformer_exp", "rfa", "transformer"])

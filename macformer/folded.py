@@ -1,0 +1,84 @@
+"""Folded feature maps, and linear attention in plain torch: its definition, and the causal form by chunks.
+
+Shapes: B batch, H heads, n queries, m keys, d width of a head, e width of a value, f features of degree 2 and more.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from macformer.features import products
+from macformer.ppsbn import unit_rows
+
+FLOOR = 0.1  # of what the denominator would be if every kept key had K = a_0
+CAUSAL_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class FoldedMap:
+    """A feature map with its degrees 0 and 1 folded, and what is done to the rows of q and k before it."""
+
+    constant: float  # c0
+    linear: Tensor | None  # A (d, d)
+    widths: tuple[int, ...] | None  # F = products of projections, see _Products; None: their sines and cosines
+    floor: float  # lower limit of the denominator, per kept key
+    normalise: Literal["no", "centred", "unit"]  # x | (x - mean) / |x - mean| | x / |x|
+    eps: float  # guards against a norm of zero
+
+
+def check_square(q: Tensor, k: Tensor) -> None:
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"causal attention needs as many keys as queries, got {k.shape[-2]} and {q.shape[-2]}")
+
+
+def plain_attention(
+    phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, floor: float, causal: bool = False
+) -> Tensor:
+    """The definition: out_i = phi_q_i . sum_j phi_k_j v_j / max(phi_q_i . sum_j phi_k_j, floor n_i).
+
+    n_i is the number of keys that i sees. Time and memory O(n m): the reference of tests and benchmarks.
+    """
+    weights = phi_q @ phi_k.mT
+    ones = torch.ones_like(weights) if mask is None else mask[:, None, None, :].to(v.dtype).expand_as(weights)
+    if causal:
+        weights, ones = weights.tril(), ones.tril()
+    weights = weights * ones
+    return weights @ v / torch.maximum(weights.sum(-1, keepdim=True), floor * ones.sum(-1, keepdim=True).clamp(min=1))
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap) -> Tensor:
+    """Chunk by chunk: within a chunk the weights are explicit, all earlier chunks are one (d + f) x (e + 1) sum."""
+    with torch.autocast(q.device.type, enabled=False):
+        n, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+        keep = (q.new_ones(1, n) if mask is None else mask).to(dtype)[:, None, :, None]
+        value = torch.cat([v.to(dtype), keep.expand(*v.shape[:3], 1)], -1) * keep
+        tokens = _normalised(q.to(dtype), folded), _normalised(k.to(dtype) * keep, folded)
+        query, key = ([x, _features(x, rows.to(dtype), folded)] for x in tokens)
+        query = [query[0] @ folded.linear.to(dtype), query[1]] if folded.linear is not None else query[1:]
+        chunk = min(n, CAUSAL_CHUNK)
+        chunks = [
+            F.pad(x, (0, 0, 0, -n % chunk)).unflatten(2, (-1, chunk))
+            for x in (torch.cat(query, -1), torch.cat(key[-len(query) :], -1), value)
+        ]
+        sums = chunks[1].mT @ chunks[2]
+        before = F.pad(sums.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
+        product = chunks[0] @ before + (chunks[0] @ chunks[1].mT).tril() @ chunks[2]
+        product = product.flatten(2, 3)[:, :, :n] + folded.constant * value.cumsum(2)
+        denominator = torch.maximum(product[..., -1:], folded.floor * keep.cumsum(2).clamp(min=1))
+        return (product[..., :-1] / denominator).to(q.dtype)
+
+
+def _normalised(x: Tensor, folded: FoldedMap) -> Tensor:
+    if folded.normalise == "centred":
+        return unit_rows(x, folded.eps)
+    return F.normalize(x, dim=-1, eps=folded.eps) if folded.normalise == "unit" else x
+
+
+def _features(x: Tensor, rows: Tensor, folded: FoldedMap) -> Tensor:
+    """F(x) (B, H, n, f)."""
+    projected = x @ rows.mT
+    waves = folded.widths is None
+    return torch.cat([projected.sin(), projected.cos()], -1) if waves else products(projected, folded.widths)
