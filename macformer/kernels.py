@@ -1,11 +1,13 @@
 """Dot-product kernels as values: K(t), its Maclaurin coefficients a_N, and where the series converges.
 
-K(t) = sum_N a_N t^N with a_0 > 0, a_N >= 0. A new kernel is one entry in `KERNELS` (and one YAML that names it).
+K(t) = sum_N a_N t^N with a_0 > 0, a_N >= 0. A new kernel is one entry in `KERNELS`, or a `Kernel` in a module of your
+own (kernel: module.NAME), and one YAML that names it. The numbers of errata are those of docs/errata.md.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -43,7 +45,12 @@ KERNELS: dict[str, Kernel] = {
 
 
 def find(name: str) -> Kernel:
-    """The kernel of that name, or one sentence that lists the known ones."""
-    if name not in KERNELS:
-        raise ValueError(f"kernel={name!r} is not known; choose one of {', '.join(KERNELS)}")
-    return KERNELS[name]
+    """The kernel of that name in KERNELS, or in the module before its last dot."""
+    module, _, entry = name.rpartition(".")
+    try:
+        kernel = getattr(import_module(module), entry) if module else KERNELS[name]
+    except (ImportError, AttributeError, KeyError, TypeError):
+        kernel = None
+    if not isinstance(kernel, Kernel):
+        raise ValueError(f"kernel={name!r} is not known; choose one of {', '.join(KERNELS)}, or your own by module.NAME")
+    return kernel

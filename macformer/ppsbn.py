@@ -66,7 +66,7 @@ class PreSBN(nn.Module):
     """Lines 1 and 2 of Algorithm 1: x <- (x - mean) / sqrt(variance + eps), then x <- x / |x|.
 
     Every row ends in the unit ball, so that the logit q.k/sqrt(d) is at most 1/sqrt(d) in size.
-    The paper does not say over which axes the statistics run (erratum 9):
+    The paper does not say over which axes the statistics run (docs/errata.md, erratum 9):
 
     token     over the d channels of each row, as in the authors' later release. No row sees another, so padding cannot
               leak and `mask` changes nothing. Line 2 then cancels line 1's division: what is left of eps is a guard.
@@ -123,7 +123,7 @@ class PreSBN(nn.Module):
 
 
 class PostSBN(nn.Module):
-    """Line 4 of Algorithm 1, att <- (gamma att)^beta, in a form without NaN (erratum 7).
+    """Line 4 of Algorithm 1, att <- (gamma att)^beta, in a form without NaN (docs/errata.md, 7).
 
     With y = gamma x: out = y (y^2 + BEND^2)^((beta-1)/2). It is odd, exactly gamma x at beta = 1, and
     |y|^beta with the sign of y for |y| well above BEND. gamma = exp(g) and beta = exp(b) stay positive; g and b
