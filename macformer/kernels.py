@@ -52,5 +52,6 @@ def find(name: str) -> Kernel:
     except (ImportError, AttributeError, KeyError, TypeError):
         kernel = None
     if not isinstance(kernel, Kernel):
-        raise ValueError(f"kernel={name!r} is not known; choose one of {', '.join(KERNELS)}, or your own by module.NAME")
+        known = ", ".join(KERNELS)
+        raise ValueError(f"kernel={name!r} is not known; choose one of {known}, or your own as module.NAME")
     return kernel

@@ -1,22 +1,23 @@
 """The README's commands are the Makefile's and the programs' commands, and its tree is the tree."""
 
+import importlib
 import itertools
 import json
+import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+import torch
 
-from macformer.harness.run import run
-from macformer.kernels import KERNELS, Kernel
+from macformer.harness import record as records
+from macformer.kernels import KERNELS, find
+from macformer.model import MultiHead
 from tests.conftest import ROOT, Compose
+from tests.test_cli import paths, program
 from tests.unit import test_features, test_kernels, test_linear
 
 README = (ROOT / "README.md").read_text()
@@ -24,7 +25,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 DOCUMENTS = README + (ROOT / "CONTRIBUTING.md").read_text() + (ROOT / "docs" / "protocol.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
 DATA_COMMANDS = sorted(set(re.findall(r"python -m lra_data (\w+)", DOCUMENTS)))
-COMMANDS = sorted(set(re.findall(r"python train\.py (.+?)(?:`|  #|$)", DOCUMENTS, re.MULTILINE)))
+COMMANDS = sorted(set(re.findall(r"python train\.py (?!--config-dir)(.+?)(?:`|  #|$)", DOCUMENTS, re.MULTILINE)))
 
 
 def test_every_make_command_is_a_target() -> None:
@@ -63,46 +64,58 @@ def test_every_data_command_is_one() -> None:
 
 
 def test_the_example_trains_a_model_of_ones_own() -> None:
-    (code,) = re.findall(r"^```python\n(.+?)^```", README, re.DOTALL | re.MULTILINE)
+    code, *_ = re.findall(r"^```python\n(.+?)^```", README, re.DOTALL | re.MULTILINE)
     scope: dict = {}
     exec(code, scope)
     assert scope["losses"][0] > 1.9  # about log 8
     assert scope["losses"][-1] < 0.2
 
 
-def test_the_example_of_a_kernel_is_all_that_a_kernel_needs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cell: Compose
-) -> None:
-    """One entry and one YAML: it trains, and the tests of kernels, features and attention hold for it."""
-    entry, name, yaml = (
-        textwrap.dedent(re.search(pattern, README, re.DOTALL)[1])
-        for pattern in (
-            r"  ```python\n(.+?)  ```",
-            r"`configs/model/(\w+)\.yaml`:\n\n  ```yaml",
-            r"  ```yaml\n(.+?)  ```",
-        )
-    )
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
-    (tmp_path / "configs" / "model" / f"{name}.yaml").write_text(yaml)
-    kernels = dict(KERNELS)
-    exec(entry, {"KERNELS": kernels, "Kernel": Kernel})
-    (kernel,) = kernels.keys() - KERNELS.keys()
-    monkeypatch.setitem(KERNELS, kernel, kernels[kernel])
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with exactly the files that the README names for a kernel, an attention and a task of one's own."""
+    folder = tmp_path_factory.mktemp("own")
+    files = re.findall(r"^```(?:python|yaml)\n# (mine/\S+)\n(.+?)^```", README, re.DOTALL | re.MULTILINE)
+    assert len(files) == 6
+    for name, content in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder / "mine"
 
-    config = cell("listops", "macformer_exp")
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(tmp_path / "configs"), version_base="1.3"):
-        config.model = compose("train", [f"model={name}"]).model
-    record = run(config, [])
-    assert record.status == "ok"
-    assert record.model == name
 
-    test_kernels.test_series_is_the_closed_form(kernel)
-    test_kernels.test_coefficients_are_not_negative_and_never_overflow(kernel)
-    test_kernels.test_the_series_converges_inside_the_radius_and_not_outside(kernel)
-    test_features.test_maclaurin_is_unbiased(kernel, "paper", 2.0)
-    test_features.test_exact01_is_unbiased_over_draws(kernel, 24)
-    test_linear.test_rmfa_is_the_plain_map_with_the_same_draw(kernel, "paper", masked=True)
+def test_a_kernel_an_attention_and_a_task_of_ones_own_train_and_are_in_the_table(mine: Path, tmp_path: Path) -> None:
+    (command,) = re.findall(r"^PYTHONPATH=mine python train.py --config-dir mine (.+)$", README, re.MULTILINE)
+    words = ["train.py", "--config-dir", str(mine), *shlex.split(command), "trainer=smoke", *paths(tmp_path)]
+    done = program(*words, PYTHONPATH=os.pathsep.join([str(mine), str(ROOT)]))
+    assert done.returncode == 0, done.stderr
+    ran = [records.read(file) for file in (tmp_path / "results").rglob("*.json")]
+    assert {(record.task, record.model) for record in ran} == {
+        ("first_symbol", "macformer_inv2"),
+        ("first_symbol", "average"),
+    }
+    assert all((record.status, record.steps_done) == ("ok", 10) for record in ran)
+    table = program("scripts/table.py", str(tmp_path / "results"), PYTHONPATH=str(ROOT)).stdout
+    assert all(re.search(rf"^\| {model} \|", table, re.MULTILINE) for model in ("macformer_inv2", "average")), table
+
+
+def test_the_tests_of_kernels_hold_for_one_of_ones_own(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(mine)
+    monkeypatch.setitem(KERNELS, "inv2", find("my_kernels.inv2"))
+    test_kernels.test_series_is_the_closed_form("inv2")
+    test_kernels.test_coefficients_are_not_negative_and_never_overflow("inv2")
+    test_kernels.test_the_series_converges_inside_the_radius_and_not_outside("inv2")
+    test_features.test_maclaurin_is_unbiased("inv2", "paper", 2.0)
+    test_features.test_exact01_is_unbiased_over_draws("inv2", 24)
+    test_linear.test_rmfa_is_the_plain_map_with_the_same_draw("inv2", "paper", masked=True)
+
+
+def test_an_attention_without_a_causal_form_says_so(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(mine)
+    attend = MultiHead(8, 2, 4, importlib.import_module("average").AverageAttention, None, None)
+    q, k, v = torch.randn(3, 1, 5, 8)
+    assert attend.attend_heads(q, k, v, None).shape == (1, 5, 8)
+    with pytest.raises(ValueError, match=r"^AverageAttention cannot be causal: its forward has no argument `causal`$"):
+        attend.attend_heads(q, k, v, None, causal=True)
 
 
 def test_the_floors_are_those_of_the_file() -> None:

@@ -237,7 +237,7 @@ def test_cells_that_run_elsewhere_are_told_from_records(
     ran["trainer"]["precision"] = "float16"
     record = made_up(ran, seconds=3600.0)
     records.write(record, records.path(tmp_path, ran, record.run_id))
-    sweep.tell_from_records(cells)
+    sweep.announce_remote(cells)
     assert capsys.readouterr().out.strip() == (
         "1 have records; the others take 1:00:00 one after the other, by records of other seeds, "
         "and 1 of them nobody has timed"

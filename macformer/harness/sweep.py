@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +28,7 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness import record as records
-from macformer.harness.failures import OutOfMemory, explain_errors
+from macformer.harness.failures import OutOfMemory
 from macformer.harness.forecast import Forecast
 from macformer.harness.identity import identity_config
 from macformer.harness.plan import RunPlan
@@ -146,19 +146,19 @@ def compose(config: DictConfig, words: list[str]) -> DictConfig:
 
 
 def announce(config: DictConfig, runs: list[list[str]], at_once: int | None) -> None:
-    """How many runs, how long, and where."""
+    """Print how many runs there are, what is done already, what is left to do, and where."""
     launcher = Notes().launcher
     print(f"{len(runs)} cells, by hydra/launcher={launcher}, their records in {config.paths.results}/runs", flush=True)
     every = [(compose(config, words), words) for words in runs]
     if launcher in HERE:
-        tell(*survey(every), at_once or 1)
+        announce_local(*survey(every), at_once or 1)
     else:
-        tell_from_records([config for config, _ in every])
+        announce_remote([config for config, _ in every])
     print(flush=True)
 
 
-def tell_from_records(every: list[DictConfig]) -> None:
-    """Of runs that are elsewhere: neither their device nor their data need be here."""
+def announce_remote(every: list[DictConfig]) -> None:
+    """For runs on other machines: neither their device nor their data need be here."""
     finished, unknown, left = 0, 0, 0.0
     for config in every:
         alike = list(finished_alike(configs.container(config), SETTLED_THERE))
@@ -174,8 +174,8 @@ def tell_from_records(every: list[DictConfig]) -> None:
     )
 
 
-def finished_alike(config: dict[str, Any], ignored: tuple[str, ...] = ()) -> Iterator[records.Run]:
-    """Finished runs that differ from this one in their seed alone, and in the keys to be ignored."""
+def finished_alike(config: dict[str, Any], ignored: tuple[str, ...] = ()) -> Iterator[records.Record]:
+    """Finished runs that differ from this one only in their seed and in the keys to be ignored."""
 
     def kind(config: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in identity_config(config).items() if key not in ("seed", *ignored)}
@@ -197,61 +197,63 @@ class Planned:
 def survey(every: list[tuple[DictConfig, list[str]]]) -> tuple[list[Planned], Counter[str]]:
     """The runs that can begin; what is wrong with the others, and how often."""
     planned, problems = [], Counter[str]()
-    tasks: dict[str, Any] = {}  # or why they cannot be had
+    fingerprints: dict[str, str | Exception] = {}  # errors too: a hub that cannot be reached is slow to say so
     for config, words in every:
         try:
             plan = RunPlan(config, words)
             key = json.dumps([plan.resolved["task"], plan.resolved["paths"]])
-            if key not in tasks:
+            if key not in fingerprints:
                 try:
-                    tasks[key] = plan.task()
+                    fingerprints[key] = plan.task().fingerprint
                 except Exception as error:
-                    tasks[key] = error
-            if isinstance(tasks[key], Exception):
-                raise tasks[key]
-            file, checkpoint = plan.record_and_checkpoint(tasks[key].fingerprint)
+                    fingerprints[key] = error
+            if isinstance(fingerprint := fingerprints[key], Exception):
+                raise fingerprint
+            file, checkpoint = plan.record_and_checkpoint(fingerprint)
             record = records.finished(file)
             finished = bool(record) and not config.force
             saved = None if finished else checkpoint.unfinished(record)
-            planned.append(Planned(plan, tasks[key].fingerprint, finished, saved["step"] if saved else 0))
+            planned.append(Planned(plan, fingerprint, finished, saved["step"] if saved else 0))
         except Exception as error:  # the run will say it again, when its turn comes
             problems[f"{config.task.name}: {error}"] += 1
     return planned, problems
 
 
-def tell(planned: list[Planned], problems: Counter[str], at_once: int) -> None:
-    """What will fail, what is finished, what goes on from a checkpoint, what begins; the time of one and of all."""
+@dataclass
+class Row:
+    """The runs of one model on one task."""
+
+    states: Counter[str] = field(default_factory=Counter)
+    cost: Cost = (None, "", "")
+
+
+def announce_local(planned: list[Planned], problems: Counter[str], at_once: int) -> None:
+    """What will fail, what is finished, what goes on from a checkpoint, what begins; the time of one run and of all."""
     for problem, times in problems.items():
         print(f"  {times} will fail: {problem}")
     if not planned:
         return
-    costs: dict[str, Cost] = {}
-    rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    shown: dict[tuple[str, str], Cost] = defaultdict(lambda: (None, "", ""))
+    rows, costs = defaultdict[tuple[str, str], Row](Row), dict[str, Cost]()
     left, unknown = 0.0, 0
     for each in planned:
         plan = each.plan
-        row = plan.config.task.name, plan.config.model.name
-        rows[row]["finished" if each.finished else "go on" if each.step else "begin"] += 1
+        row = rows[plan.config.task.name, plan.config.model.name]
+        row.states["finished" if each.finished else "go on" if each.step else "begin"] += 1
         if each.finished:
             continue
         kind = json.dumps([identity_config(plan.resolved) | {"seed": None}, each.fingerprint], sort_keys=True)
-        if kind not in costs:
-            costs[kind] = recorded(plan, each.fingerprint) or estimate_cost(plan)
-        shown[row] = costs[kind]
-        left += (costs[kind][0] or 0) * (1 - each.step / plan.trainer.total_steps)
-        unknown += costs[kind][0] is None
+        costs[kind] = row.cost = costs.get(kind) or recorded(plan, each.fingerprint) or estimate_cost(plan)
+        left += (row.cost[0] or 0) * (1 - each.step / plan.trainer.total_steps) / at_once
+        unknown += row.cost[0] is None
     print("  task       model            finished  go on  begin          a run       memory  known from")
-    for (task, model), count in rows.items():
-        seconds, memory, source = shown[task, model]
+    for (task, model), row in rows.items():
+        (seconds, memory, source), states = row.cost, row.states
         time_of_one = "" if seconds is None else duration(seconds)
         print(
-            f"  {task:10} {model:16} {count['finished']:8} {count['go on']:6} {count['begin']:6} {time_of_one:>14} "
-            f"{memory:>12}  {source}"
+            f"  {task:10} {model:16} {states['finished']:8} {states['go on']:6} {states['begin']:6} "
+            f"{time_of_one:>14} {memory:>12}  {source}"
         )
-    left /= at_once
-    plan = planned[0].plan
-    end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + left))
+    plan, end = planned[0].plan, time.strftime("%a %d %b %H:%M", time.localtime(time.time() + left))
     known = f", {unknown} cells of unknown time left out" if unknown else ""
     print(
         f"  in all {duration(left)} on {devices.describe(plan.device)} ({plan.device.type}, {at_once} at a time)"
@@ -287,5 +289,4 @@ def estimate_cost(plan: RunPlan) -> Cost:
 def forecast(config: DictConfig, overrides: list[str]) -> Forecast:
     plan = RunPlan(config, overrides)
     task = plan.task()
-    with explain_errors(plan.trainer):
-        return plan.trainer.forecast(plan.model(task), task, plan.device, config.seed, PATIENCE)
+    return plan.trainer.forecast(plan.model(task), task, plan.device, config.seed, PATIENCE)
