@@ -1,7 +1,8 @@
-"""Accuracy and loss of a model on examples of a split. Knows no model and no task by name."""
+"""Accuracy and loss of a model on examples of a split, and telemetry. Knows no model and no task by name."""
 
+import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -58,3 +59,27 @@ def evaluate(
 def longest_batch(split: Split, batch_size: int) -> Indices:
     """The longest examples; where there are fewer than a batch they are repeated."""
     return np.resize(np.argsort(-split.lengths, kind="stable"), batch_size)
+
+
+@torch.inference_mode()
+def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
+    """Telemetry: ask each module that has a `telemetry` method about its inputs, in one evaluation pass.
+
+    Returns module name and quantity -> value. What is not finite is left out: JSON has no NaN.
+    """
+    found: dict[str, float] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if hasattr(module, "telemetry"):
+
+            def ask(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                values = cast(Any, module).telemetry(*args, **kwargs).items()
+                found.update({f"{name}.{key}": value for key, value in values if math.isfinite(value)})
+
+            hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+    model.eval()
+    model(ids)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    return found

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,20 +20,18 @@ from torch.nn import functional as F
 from macformer.harness import device as devices
 from macformer.harness import forecast as forecasts
 from macformer.harness.device import Precision
-from macformer.harness.evaluation import Indices, Outcomes, Split, evaluate
+from macformer.harness.evaluation import Indices, Outcomes, Split, evaluate, observe
 from macformer.harness.failures import Diverged, OutOfMemory, check_finite, explain_errors, load_weights
 from macformer.harness.progress import Screen
 from macformer.harness.record import Point, Quality, pack_bits
 from macformer.harness.result import Result, measure_memory
 from macformer.harness.stop import Stop, Stopped
-from macformer.harness.telemetry import observe
 
 CLIP = 1.0  # gradients are clipped by value
 EPS = 1e-6  # of AdamW
 STATEFUL = ("model", "optimizer", "schedule", "scaler")  # parts of a training whose state goes into the checkpoint
 DRY_SECONDS = 60.0  # a dry run takes fewer steps if they take longer than this
-Save = Callable[[dict[str, Any]], None]
-Log = Callable[[dict[str, Any]], None]
+State = dict[str, Any]
 
 
 @dataclass
@@ -88,9 +87,9 @@ class Trainer:
         task: Any,
         device: torch.device,
         seed: int,
-        save: Save | None = None,
-        saved: dict[str, Any] | None = None,
-        log: Log | None = None,
+        save: Callable[[State], None] | None = None,
+        saved: State | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
     ) -> Result:
         """Train `model` on `device` and test it. A failure is a result with its status, not an exception.
 
@@ -100,15 +99,11 @@ class Trainer:
         result = Result()
         with Stop() as stop:
             try:
-                with explain_errors(self):
-                    run = Training(self, model, task, device, seed, stop, result, save, log)
+                with explain_errors(self), closing(Training(self, model, task, device, seed, stop, result)) as run:
                     if saved:
                         run.load(saved)
-                    try:
-                        run.train()
-                        run.test()
-                    finally:
-                        run.close()
+                    run.train(save, log)
+                    run.test()
             except Diverged as error:
                 result.status, result.message = "diverged", str(error)
             except OutOfMemory as error:
@@ -140,11 +135,8 @@ class Training:
         seed: int,
         stop: Stop,
         result: Result,
-        save: Save | None = None,
-        log: Log | None = None,
     ):
         self.settings, self.device, self.stop, self.result = settings, device, stop, result
-        self.write, self.log = save, log
         self.precision = devices.choose_precision(settings.precision, device)
         self.splits: dict[str, Split] = task.splits
         self.order = task.order(settings.batch_size, seed, settings.bucket)
@@ -171,15 +163,21 @@ class Training:
         self.screen = Screen()
         self.clock = devices.Clock(device, self.result.seconds)
 
-    def train(self) -> None:
+    def train(self, save: Callable[[State], None] | None, log: Callable[[dict[str, Any]], None] | None) -> None:
+        def checkpoint() -> None:
+            if save:
+                save(self.state())
+
         result, settings = self.result, self.settings
         feed = self.feed(range(len(result.losses), settings.total_steps))
         try:
             while True:
                 step = len(result.losses)
                 if settings.evaluates_after(step) and result.evaluated() < step:
-                    self.evaluate_dev()
-                    self.save()
+                    point = self.evaluate_dev()
+                    if log:
+                        log(point.model_dump(exclude={"telemetry"}) | point.telemetry)
+                    checkpoint()
                 if step == settings.total_steps:
                     return
                 self.stop.check()
@@ -191,9 +189,9 @@ class Training:
                 self.screen.live(lambda: forecasts.line(self))
                 if step % settings.checkpoint_every == 0 or settings.evaluates_after(step):
                     result.note_cuda_peaks(self.device)
-                    self.save()
+                    checkpoint()
         except Stopped:
-            self.save()
+            checkpoint()
             raise
 
     def feed(self, steps: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
@@ -242,7 +240,7 @@ class Training:
         size, trim = self.settings.batch_size, self.settings.trim
         return evaluate(self.model, self.splits[split], indices, size, self.device, trim, self.precision, tick)
 
-    def evaluate_dev(self) -> None:
+    def evaluate_dev(self) -> Point:
         """Add a point to the history, and keep the weights if they are the best so far."""
         result, step = self.result, len(self.result.losses)
         self.clock.book("pause")
@@ -270,8 +268,7 @@ class Training:
         self.screen.line(forecasts.line(self))
         for name, value in point.telemetry.items():
             self.screen.line(f"  {name} {value:.4g}")
-        if self.log:
-            self.log(point.model_dump(exclude={"telemetry"}) | point.telemetry)
+        return point
 
     def test(self) -> None:
         """Test the last weights and, if they are not the same, the best ones, which the model has from then on."""
@@ -295,14 +292,12 @@ class Training:
             last_test_accuracy=float(last.mean()),
         )
 
-    def save(self) -> None:
-        """Hand over all that a later process needs. The sampler's state is the number of steps."""
-        if not self.write:
-            return
+    def state(self) -> State:
+        """All that a later process needs. The sampler's state is the number of steps."""
         result = self.result
         result.note_resident_peak()
         self.clock.book("pause")
-        state = {name: getattr(self, name).state_dict() for name in STATEFUL} | {
+        return {name: getattr(self, name).state_dict() for name in STATEFUL} | {
             "step": len(result.losses),
             "random": devices.random_state(self.device),
             "rate": self.rate,
@@ -313,10 +308,9 @@ class Training:
             "history": [point.model_dump() for point in result.history],
             "best_weights": result.best_weights,
         }
-        self.write(state)
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what `save` handed over."""
+    def load(self, saved: State) -> None:
+        """Go on from what `state` returned."""
         load_weights(self.model, saved["model"])
         for name in STATEFUL[1:]:
             getattr(self, name).load_state_dict(saved[name])
