@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-data figure-rmfa figure-ppsbn claims golden clean
+.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-core bench-data figure-rmfa figure-ppsbn claims golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -55,14 +55,17 @@ table: setup ## turn the records in results/runs into Table 2 (results/tables, R
 report: setup ## the same records as a page with figures, results/report.html and results/figures
 	@$(BIN)/python scripts/report.py results
 
-bench: setup ## race training steps of whole models on each task, into results/bench (36 minutes; text-real needs IMDB=path)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench_models $(if $(IMDB),--imdb $(IMDB))
+bench: setup ## race training steps of whole models on each task, into results/bench (40 minutes; text-real needs IMDB=path; MODELS=mine,rfa)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench models $(if $(IMDB),--imdb $(IMDB)) $(if $(MODELS),--models $(MODELS))
 
 bench-attention: setup ## race all attentions over the length: time, memory, FLOP, into results/bench (20 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_attention.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench attention
 
-bench-data: setup ## measure how fast data are made, packed and read, into results/bench (2 minutes, 4 GB of disk)
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/bench_data.py $(if $(IMDB),--imdb $(IMDB))
+bench-core: setup ## race the core of the linear attention against the same formula in plain torch, into results/bench (2 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench core
+
+bench-data: setup ## measure how fast data are made, packed and read, into results/bench (a minute, 1 GB of disk)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench data $(if $(IMDB),--imdb $(IMDB))
 
 figure-rmfa: setup ## the paper's Figure 3, error and time of RMFA on random data, into results/figures (6 minutes; FULL=1: 11 hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.figure_rmfa $(if $(FULL),--full)

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from lra_data.base import TaskSpec
+from macformer.bench import models as bench_models
+from macformer.bench.race import provenance
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness.progress import duration
-from macformer.harness.race import provenance
 from macformer.paper import experiments
 from macformer.paper.as_published import OneByOne, RunningSum, StepwiseSoftmax
 from macformer.paper.cost import cost
@@ -34,7 +35,6 @@ from macformer.paper.finding import LEVEL, MEANING, Finding, Verdict
 from macformer.paper.similarity import similarity
 from macformer.paper.theorems import theorem1, theorem2, theorem3
 from macformer.report import cells
-from scripts import bench_models
 from scripts.table import find_block, write_block
 
 RESULTS = cells.ROOT / "results"
@@ -64,8 +64,8 @@ def memory(effort: int) -> Iterator[Finding]:
         peaks[task] = {}
         for name in (*MODELS, *AS_PUBLISHED):
             trained = as_published(name, spec) if name in AS_PUBLISHED else bench_models.model(name, spec)
-            of = bench_models.peaks_of(trained.train(), bench_models.adamw(name, trained), batch)
-            peaks[task][name] = bench_models.foretold(of, config.task.batch_size)
+            step = bench_models.Trained(trained, torch.device("cpu"))
+            peaks[task][name] = step.estimate_peak(*batch, config.task.batch_size)
         yield experiments.memory(task, peaks[task])
     yield experiments.equal_memory(peaks)
     yield experiments.memory_of_rfa(peaks)

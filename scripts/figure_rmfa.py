@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from macformer.bench.race import provenance
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness.progress import Screen, duration
-from macformer.harness.race import provenance
 from macformer.paper import random_data
 from macformer.paper.random_data import Sample, Settings
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lra_data import listops, retrieval
 from macformer.attention import RMFAttention, SoftmaxAttention
+from macformer.bench import models as bench_models
 from macformer.harness import config as configs
 from macformer.kernels import KERNELS, Kernel
 from macformer.paper import cost, experiments, similarity, theorems
@@ -23,7 +24,7 @@ from macformer.ppsbn import PreSBN
 from macformer.report import cells
 from macformer.report.cells import MODELS, PAPER, TASKS
 from macformer.report.statistics import Comparison
-from scripts import bench_models, claims
+from scripts import claims
 from tests.conftest import ROOT
 from tests.golden.tables import fixture_records
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from macformer.attention import RMFAttention, SoftmaxAttention
-from macformer.harness.race import race
+from macformer.bench.race import race
 from macformer.paper.finding import Finding, Interval, Verdict, at_most, slopes, student, worst
 from macformer.ppsbn import PreSBN
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from macformer.attention import RMFAttention, SoftmaxAttention
+from macformer.bench.race import race
 from macformer.check import require_int
 from macformer.features import Sampling
 from macformer.harness.device import is_cuda
-from macformer.harness.race import race
 from macformer.linear import plain_attention
 from macformer.ppsbn import PreSBN
 

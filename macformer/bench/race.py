@@ -1,0 +1,113 @@
+"""How a race goes: one process, one thread, rounds. In every round each arm has one turn, in a new order, all on the
+same data. Machines are noisy, so a claim about speed is a ratio within a round; the median of the rounds and their
+range are reported. A round before the first warms up and is not counted.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from macformer.harness import device as devices
+from macformer.harness import record as records
+
+SQUARE, PRODUCTS = 1024, 4  # of the arm `matmul`
+MATMUL_FLOP = PRODUCTS * 2 * SQUARE**3
+
+
+def race(
+    arms: Callable[[int], Mapping[str, Callable[[], Any]]],
+    rounds: int,
+    device: torch.device,
+    seconds: float = 0.0,
+    seed: int = 0,
+    warm_up: bool = True,
+    look: Callable[[str, Any], None] = lambda name, result: None,
+    label: str = "",
+) -> Iterator[dict[str, float]]:
+    """Mean seconds of a call of each arm, round by round. `arms(number)` are those of round 1, 2, ..., with its data.
+
+    In its turn an arm is called once, or again and again for `seconds`. `warm_up`: there is a round 0. `look` sees what
+    an arm returned, outside the clock; nothing of it is kept, or it would be in the way of the others. With a `label`
+    it says which round goes on.
+    """
+    order = random.Random(seed)
+    for number in range(0 if warm_up else 1, rounds + 1):
+        if label:
+            print(f"{label}: round {number} of {rounds}", file=sys.stderr)
+        calls, taken = arms(number), {}
+        for name in order.sample(list(calls), len(calls)):
+            taken[name], result = devices.time_repeated(device, calls[name], seconds)
+            if number:
+                look(name, result)
+            del result
+        if number:
+            yield taken
+
+
+def provenance(device: torch.device, precision: devices.Precision = "float32") -> dict[str, Any]:
+    """Which code on which machine, for the report of what was measured on one thread."""
+    environment = records.environment(device.type, devices.describe(device), 1, precision)
+    return {"code": records.code().model_dump(), "environment": environment.model_dump()}
+
+
+def matmul(device: torch.device) -> Callable[[], None]:
+    """An arm of MATMUL_FLOP operations: how fast the machine multiplies matrices."""
+    square = torch.randn(SQUARE, SQUARE, device=device)
+
+    def multiply() -> None:
+        for _ in range(PRODUCTS):
+            square @ square
+
+    return multiply
+
+
+def matmul_rate(taken: Sequence[Mapping[str, float]]) -> list[float]:
+    """FLOP a second of that arm in each round."""
+    return [MATMUL_FLOP / seconds["matmul"] for seconds in taken]
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts the FLOP of matrix products while they happen, so that any attention has a figure.
+
+    A product of an n x a and an a x b matrix has 2 n a b; fused attention has 2 of them forward and 5 backward.
+    torch's own counter knows neither products in place nor fused attention on the CPU.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.rstrip("_") in ("mm", "bmm", "addmm", "baddbmm"):
+            a, b = args[-2:]
+            self.total += 2 * a.numel() * b.shape[-1]
+        elif name.startswith("_scaled_dot_product"):
+            q, k, products = (*args[1:3], 5) if name.endswith("_backward") else (*args[:2], 2)
+            self.total += 2 * products * q.numel() * k.shape[-2]
+        return func(*args, **(kwargs or {}))
+
+
+def count_flop(work: Callable[[], object]) -> int:
+    with FlopCounter() as counter:
+        work()
+    return counter.total
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Ours to theirs in each round."""
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def with_range(values: Sequence[float], digits: str = ".3g") -> str:
+    """The median, and the lowest and the highest in brackets."""
+    return f"{median(values):{digits}} ({min(values):{digits}}-{max(values):{digits}})"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """A table and an empty line; `align` has an l or r for each column."""
+    marks = ["---" if side == "l" else "--:" for side in align]
+    return [*(f"| {' | '.join(cells)} |" for cells in (header, marks, *rows)), ""]
