@@ -11,7 +11,7 @@ from macformer.harness import files
 from macformer.report import cells, table
 
 README = cells.ROOT / "README.md"
-BEGIN, END = "<!-- written by `make table` -->", "<!-- until here -->"
+BLOCK = "<!-- written by `make table` -->", "<!-- until here -->"
 SETTINGS = "<!-- written by `make table`: settings -->", "<!-- until here: settings -->"
 
 
@@ -33,25 +33,19 @@ def write_block(begin: str, end: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
-    parser.add_argument(
-        "--settings", action="store_true", help="for a sweep over settings: a row for each model and setting"
-    )
+    settings = "for a sweep over settings: a row for each model and setting"
+    parser.add_argument("--settings", action="store_true", help=settings)
     arguments = parser.parse_args()
     folder: Path = arguments.folder
-    if not folder.is_dir():
-        sys.exit(f"error: {folder} is not there: give the folder that has runs/ in it")
-    found, problems = cells.load(folder)
-    place = folder.resolve()
-    tables = cells.tables(found, cells.floors(), cells.bench(), papers=place == cells.ROOT / "results")
+    tables, found, problems = cells.read(folder)
     if arguments.settings:
-        texts, name, block = {"md": table.settings(tables, found, problems)}, "settings", SETTINGS
+        name, texts = "settings", {"md": table.settings(tables, found, problems)}
     else:
-        texts, name, block = table.formats(tables, found, problems), "table2", (BEGIN, END)
+        name, texts = "table2", table.formats(tables, found, problems)
     for ending, text in texts.items():
         files.write(folder / "tables" / f"{name}.{ending}", text)
-    shown = cells.ROOT / "results" / ("ablations" if arguments.settings else "")
-    if place == shown:  # by the README, this very table
-        write_block(*block, texts["md"])
+    if folder.resolve() == cells.ROOT / "results" / ("ablations" if arguments.settings else ""):
+        write_block(*(SETTINGS if arguments.settings else BLOCK), texts["md"])
     print(texts["md"])
     names = f"{name}.{{{','.join(texts)}}}" if len(texts) > 1 else f"{name}.md"
     again = f"python scripts/table.py {folder}{' --settings' * arguments.settings}"

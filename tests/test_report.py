@@ -5,6 +5,7 @@ import html
 import json
 import math
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,18 +13,22 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from macformer.harness import config as configs
+import macformer.report
 from macformer.harness import record as records
 from macformer.report import cells, figures, page
-from scripts import report
-from scripts.bench_table import made_up
+from scripts import report, table
 from tests.conftest import ROOT
+from tests.golden import tables as golden
+from tests.made_up import make
 from tests.unit.test_table import committed_records
 
 SCRIPT = "<script>alert(1)</script>"
@@ -36,9 +41,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def floors() -> list[dict[str, Any]]:
-    shared = {"protocol": "paper", "whole": True, "source": "generated", "fingerprint": "f"}
-    shared |= {"train_examples": 9, "dev_examples": 2000, "dev_accuracy": FLOORS, "test_examples": 2000}
-    return [shared | {"task": task, "test_accuracy": FLOORS} for task in ("listops", "text")]
+    return [
+        golden.FLOORS[0] | {"task": t, "dev_accuracy": FLOORS, "test_accuracy": FLOORS} for t in ("listops", "text")
+    ]
 
 
 def bench() -> dict[str, Any]:
@@ -50,23 +55,14 @@ def bench() -> dict[str, Any]:
         return {name: {"seconds": rounds[name], "peak_bytes": int(1e8 * s)} for name, s in seconds.items()}
 
     crossing = {"model": "macformer_exp", "baseline": "transformer_sdpa", "n": 256.0, "low": 200.0, "high": 300.0}
-    none = {"model": "rfa", "baseline": "transformer", "n": None, "low": None, "high": None}
-    return {
-        "environment": {"device_name": "Test CPU", "threads": 1, "precision": "float32", "torch": "2"},
-        "left_out": [],
-        "results": [
-            {"setting": "listops-full", "task": "listops", "padding": "full", "bucket": False, "batch_size": 32}
-            | {"arms": arms(2.0)}
-        ],
-        "lengths": {
-            "tokens": 8192,
-            "results": [{"n": 2**i, "arms": arms(2**i / 512)} for i in range(6, 13)],
-            "break_even": [crossing | {"says": "Even at 256."}, none | {"says": "rfa is slower at every length."}],
-        },
-    }
+    crossings = [crossing | {"says": "Even at 256."}]
+    crossings += [dict.fromkeys(crossing) | {"model": "rfa", "says": "rfa is slower at every length."}]
+    results = [{"n": 2**i, "arms": arms(2**i / 512)} for i in range(6, 13)]
+    lengths = {"tokens": 8192, "results": results, "break_even": crossings}
+    return golden.BENCH | {"results": [golden.BENCH["results"][0] | {"arms": arms(2.0)}], "lengths": lengths}
 
 
-def make(folder: Path) -> Path:
+def written(folder: Path) -> Path:
     """What `make report` does, with floors and a race that do not change with the committed ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cells, "floors", floors)
@@ -79,7 +75,7 @@ def make(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of no records at all."""
-    return make(tmp_path_factory.mktemp("empty"))
+    return written(tmp_path_factory.mktemp("empty"))
 
 
 @pytest.fixture(scope="module")
@@ -87,27 +83,26 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of three seeds under the paper's protocol, a shortened one, stand-ins, a failure, a broken file."""
     folder = tmp_path_factory.mktemp("results")
 
-    def put(*overrides: str, seeds: int = 1, spread: float = 0.0, stand_in: bool = False, **known: Any) -> None:
-        config = configs.container(configs.compose(*overrides))
+    def put(words: str, accuracy: float = 0.4, seeds: int = 1, spread: float = 0.0, **known: Any) -> None:
         for seed in range(seeds):
-            own = {"accuracy": known.get("accuracy", 0.4) + spread * math.sin(2 * seed), "seconds": 9.0 - seed / 9}
-            record = made_up(config | {"seed": seed}, overrides, **known | own)
+            own = {"accuracy": accuracy + spread * math.sin(2 * seed), "seconds": 9.0 - seed / 9}
+            record = make(f"{words} seed={seed}", **own, **known)
             record.message = "" if record.status == "ok" else f"{SCRIPT} & co."
-            record.data.source = "stand-in" if stand_in else "generated"
+            record.data.source = "stand-in" if record.task == "retrieval" else "generated"
             records.write(record, records.path(folder, record.config, record.run_id))
 
     for (model, accuracy), task in product(ACCURACY.items(), ("listops", "text")):
-        put(f"model={model}", f"task={task}", seeds=3, spread=0.01, accuracy=accuracy)
+        put(f"{model} task={task}", accuracy, seeds=3, spread=0.01)
     for model in ("transformer", "rfa"):
-        put(f"model={model}", "trainer=cpu", accuracy=0.2)
-    put("model=rfa", "model.attention.features=64", accuracy=0.44)
-    put("model=rfa", "task=retrieval", stand_in=True, accuracy=0.6)
-    put("model=macformer_log", status="oom")
+        put(f"{model} trainer=cpu", 0.2)
+    put("rfa model.attention.features=64", 0.44)
+    put("rfa task=retrieval", 0.6)
+    put("macformer_log", status="oom")
     (folder / "runs" / "broken.json").write_text("{")
     (folder / "figures").mkdir()
     for name in ("table2-9-bars-text.png", "table2-9-bars-text.svg", "table2-9.txt", "mine.png"):
         (folder / "figures" / name).write_text("old")
-    return make(folder)
+    return written(folder)
 
 
 class Tags(HTMLParser):
@@ -145,13 +140,10 @@ def read(folder: Path) -> str:
     return (folder / "report.html").read_text()
 
 
-def words(folder: Path, name: str) -> list[str]:
-    """The texts on a figure: matplotlib writes each as a comment before its outlines."""
-    return html.unescape((folder / "figures" / f"{name}.svg").read_text()).replace("\n", " ").split("<!-- ")[1:]
-
-
 def shows(folder: Path, name: str) -> set[str]:
-    return {text.partition(" -->")[0] for text in words(folder, name)}
+    """The texts on a figure: matplotlib writes each as a comment before its outlines."""
+    parts = html.unescape((folder / "figures" / f"{name}.svg").read_text()).replace("\n", " ").split("<!-- ")[1:]
+    return {text.partition(" -->")[0] for text in parts}
 
 
 def test_every_task_is_a_table_with_its_marks_and_floors(results: Path) -> None:
@@ -199,7 +191,9 @@ def test_nothing_is_loaded_from_elsewhere(results: Path) -> None:
 
 
 def test_figures_say_what_they_show(results: Path) -> None:
-    names = {file.stem for file in (results / "figures").glob("*.png")} - {"mine"}
+    kept = {file.name for file in (results / "figures").iterdir() if file.read_bytes() == b"old"}
+    assert kept == {"table2-9.txt", "mine.png"}  # figures of former tables go, other files stay
+    names = {file.stem for file in (results / "figures").glob("*.*")} - {"table2-9", "mine"}
     assert names == {
         "table2-lengths",
         *(f"table2-1-{kind}-{task}" for kind in ("curves", "bars") for task in ("text", "listops")),
@@ -221,19 +215,30 @@ def test_figures_say_what_they_show(results: Path) -> None:
     assert "rfa is slower at every length." in read(results)
 
 
-def test_figures_follow_the_numbers(results: Path) -> None:
+@pytest.fixture
+def pixels(monkeypatch: pytest.MonkeyPatch) -> Callable[[cells.Table], dict[str, bytes]]:
+    """pixels(table) -> the picture of each kind of figure, without the time that PNG and SVG take."""
+
+    def saved(name: str, figure: Figure, title: str, caption: str) -> figures.Drawn:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        return figures.Drawn(name, title, caption, bytes(canvas.buffer_rgba()), b"")
+
+    monkeypatch.setattr(figures, "saved", saved)
+    return lambda table: {figure.name.split("-")[2]: figure.png for figure in figures.draw(1, table)}
+
+
+def test_figures_follow_the_numbers(results: Path, pixels: Callable[[cells.Table], dict[str, bytes]]) -> None:
     """An interval, a spread, a floor or a point of a curve that moves changes the picture that shows it."""
-    found, _ = cells.load(results)
-    (table, *_) = cells.tables(found, floors(), bench())
-    (column,) = (column for column in table.columns if column.task == "listops")
-    table.columns = [column]
-    cell = column.cells["rfa"]
+    (table, *_) = cells.tables(cells.load(results)[0], floors(), bench())
+    (column,) = table.columns = [column for column in table.columns if column.task == "listops"]
+    cell, before = column.cells["rfa"], pixels(table)
     assert cell.low
     assert cell.time
-    before = {figure.name: figure.png for figure in figures.draw(1, table)}
+    assert cell.race
 
     def changed() -> set[str]:
-        return {figure.name.split("-")[2] for figure in figures.draw(1, table) if figure.png != before[figure.name]}
+        return {kind for kind, picture in pixels(table).items() if picture != before[kind]}
 
     cell.low -= 0.01
     assert changed() == {"accuracy"}
@@ -241,37 +246,29 @@ def test_figures_follow_the_numbers(results: Path) -> None:
     assert not changed()
     spread, cell.time.spread = cell.time.spread, 0.3
     assert changed() == {"bars", "accuracy"}
-    cell.time.spread = spread
-    column.floors = {"majority": 0.5}
+    cell.time.spread, column.floors = spread, {"majority": 0.5}
     assert changed() == {"accuracy"}
     column.floors, column.dev_floors = FLOORS, {"majority": 0.5}
     assert changed() == {"curves"}
-    column.dev_floors = FLOORS
-    assert cell.race  # without runs of the Transformer the point stands at the raced time
-    was, cell.time = (cell.time, cell.race.time), None
-    pictures = []
-    for time in (cell.race.time, (cell.race.time + cell.race.high) / 2):
-        cell.race.time = time
-        (picture,) = (figure.png for figure in figures.draw(1, table) if "accuracy" in figure.name)
-        pictures.append(picture)
-    assert pictures[0] != pictures[1]
-    cell.time, cell.race.time = was
+    column.dev_floors, cell.time = FLOORS, None  # without runs of the Transformer the point stands at the raced time
+    raced = pixels(table)["accuracy"]
+    cell.race.time = (cell.race.time + cell.race.high) / 2
+    assert pixels(table)["accuracy"] not in (raced, before["accuracy"])
     cell.runs[0].history[5].dev_accuracy = 0.9
     assert "curves" in changed()
 
 
-def test_figures_of_former_tables_go_and_other_files_stay(results: Path) -> None:
-    names = {file.name for file in (results / "figures").iterdir()}
-    assert not any(name.startswith("table2-9-") for name in names)
-    assert {"table2-9.txt", "mine.png"} <= names
-    assert not [name for name in names if name.endswith(".tmp")]
+def test_models_of_ones_own_have_colours_of_their_own() -> None:
+    marks = figures._marks(["mine", "rfa", "another"])
+    assert len({look["color"] for look in marks.values()}) == len({look["marker"] for look in marks.values()}) == 3
+    assert figures._marks(["another", "mine"]) == {name: marks[name] for name in ("another", "mine")}
 
 
-def test_the_same_records_give_the_same_bytes(results: Path, tmp_path: Path) -> None:
-    shutil.copytree(results / "runs", tmp_path / "runs")
-    make(tmp_path)
-    for file in [Path("report.html"), *(file.relative_to(tmp_path) for file in (tmp_path / "figures").iterdir())]:
-        assert (tmp_path / file).read_bytes() == (results / file).read_bytes(), file
+def test_the_same_records_give_the_same_bytes(results: Path) -> None:
+    tables = cells.tables(cells.load(results)[0], floors(), bench())
+    for figure in (*figures.draw(3, tables[2]), figures.over_length(bench())):
+        for ending, content in (("png", figure.png), ("svg", figure.svg)):
+            assert (results / "figures" / f"{figure.name}.{ending}").read_bytes() == content, figure.name
 
 
 def test_without_runs_there_are_the_papers_values_the_race_and_the_commands(empty: Path) -> None:
@@ -288,42 +285,42 @@ def test_without_runs_there_are_the_papers_values_the_race_and_the_commands(empt
     assert {"0.84", "0.17", "the paper's"} <= shows(empty, "table2-1-bars-listops")
 
 
-@pytest.mark.parametrize("script", ["table", "report"])
-def test_a_folder_that_is_not_there_is_one_sentence(script: str) -> None:
-    done = subprocess.run([sys.executable, f"scripts/{script}.py", "nosuch"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert done.stderr == "error: nosuch is not there: give the folder that has runs/ in it\n"
+@pytest.mark.parametrize("script", [table, report])
+def test_a_folder_that_is_not_there_is_one_sentence(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", "nosuch"])
+    with pytest.raises(SystemExit, match=r"^error: nosuch is not there: give the folder that has runs/ in it$"):
+        script.main()
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
-def test_a_missing_package_is_one_sentence(package: str) -> None:
-    code = f"import sys, runpy; sys.modules['{package}'] = None; runpy.run_path('scripts/report.py')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert done.stderr == f"error: {package} is not there; pip install 'macformer[figures]' (make setup does)\n"
+def test_a_missing_package_is_one_sentence(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in ("figures", "page"):  # as if nobody had imported them
+        monkeypatch.delitem(sys.modules, f"macformer.report.{name}")
+        monkeypatch.delattr(macformer.report, name)
+    said = rf"^error: {package} is not there; pip install 'macformer\[figures\]' \(make setup does\)$"
+    with pytest.raises(SystemExit, match=said):
+        runpy.run_path(str(ROOT / "scripts" / "report.py"))
 
 
 def test_table_and_report_need_neither_torch_nor_hydra() -> None:
     code = (
         "import sys; from macformer.report import cells, figures, page, table; "
         "table.formats(cells.tables([], [], None), [], []); "
-        "assert not {'torch', 'hydra', 'omegaconf', 'lra_data'} & set(sys.modules)"
+        "assert not {'torch', 'hydra', 'omegaconf', 'lra_data', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_the_committed_page_is_the_one_that_the_records_give() -> None:
+def test_the_committed_page_is_the_one_that_the_records_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its figures: their bytes depend on the fonts and the matplotlib of the machine that drew them."""
-    found = committed_records()
-    race = cells.bench()
+    monkeypatch.setattr(Figure, "savefig", lambda *arguments, **options: None)
+    found, race = committed_records(), cells.bench()
     tables = cells.tables(found, cells.floors(), race, papers=True)
-    drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
+    drawn = [figures.draw(number, each) for number, each in enumerate(tables, 1)]
     text = page.render(tables, drawn, figures.over_length(race), found, [])
-
-    def bare(text: str) -> str:
-        return re.sub(r"src=\"data:[^\"]+\"", "", text)
-
-    assert bare(read(ROOT / "results")) == bare(text), "run `make report` and commit its results"
+    bare = [re.sub(r"src=\"data:[^\"]+\"", "", each) for each in (read(ROOT / "results"), text)]
+    assert bare[0] == bare[1], "run `make report` and commit its results"
 
 
 Browse = Callable[..., tuple[str, list[str]]]

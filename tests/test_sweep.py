@@ -17,9 +17,9 @@ from joblib import cpu_count
 from macformer.harness import config as configs
 from macformer.harness import files, sweep
 from macformer.harness import record as records
-from scripts.bench_table import made_up
 from tests import forked
 from tests.conftest import ROOT, Compose
+from tests.made_up import made_up
 from tests.test_cli import TINY, paths, program
 
 TABLE2 = ["train.py", "experiment=table2", "task=listops", *TINY]

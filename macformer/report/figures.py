@@ -4,32 +4,26 @@ Needs matplotlib (the extra `figures`). The same records give the same bytes, on
 """
 
 import io
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import mean, median
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
-from macformer.report.cells import Cell, Column, Measure, Table
+from macformer.report.cells import MODELS, Cell, Column, Measure, Table
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker besides: the same on every figure.
-MARKS = {
-    "transformer": ("#000000", "o"),
-    "transformer_checkpointed": ("#555555", "p"),
-    "transformer_sdpa": ("#999999", "h"),
-    "rfa": ("#E69F00", "s"),
-    "macformer_exp": ("#0072B2", "^"),
-    "macformer_inv": ("#D55E00", "v"),
-    "macformer_trigh": ("#56B4E9", "D"),
-    "macformer_log": ("#009E73", "<"),
-    "macformer_sqrt": ("#CC79A7", ">"),
-}
-OTHER = ("#8C6D31", "X")  # models of one's own
+COLOURS = ["#000000", "#E69F00", "#0072B2", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#555555", "#999999"]
+SOFTMAX = ("transformer_checkpointed", "transformer_sdpa")  # the Transformer's other implementations
+MARKS = dict(zip((*MODELS, *SOFTMAX), zip(COLOURS, "os^vD<>ph", strict=True), strict=True))
+OTHERS = [("#8C6D31", "X"), ("#7B4173", "P"), ("#637939", "*"), ("#843C39", "d")]  # models of one's own, by name
 FLOOR_COLOUR, DASHES = "#666666", [(0, (1, 1.5)), (0, (2, 2)), (0, (5, 2)), (0, (7, 2, 1, 2))]
 VARIANTS = ["-", "--", ":", "-."]  # a model's rows: as it stands, then with changed keys
 STYLE: dict[Any, Any] = {
@@ -47,6 +41,19 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "path",  # glyphs are in the file
 }
 THIN: dict[str, Any] = {"elinewidth": 1.1, "capsize": 2.5}
+# Kind of bar -> how the legend shows it, and what the caption says of it.
+BARS = {
+    "ours": (
+        Patch(fc="#555555", label="ours (± standard deviation over the seeds)"),
+        "Ours: ratio of the means over the seeds.",
+    ),
+    "raced": (
+        Patch(fc="#55555555", ec="#555555", label="raced (median and range of the rounds)"),
+        "Raced: training steps in turn on the same batches, in one process; peak memory has no range.",
+    ),
+    "paper": (Patch(fc="white", ec="#555555", hatch="////", label="the paper's"), "The paper gives no spread."),
+}
+Look = dict[str, Any]  # colour, marker and kind of line
 
 
 @dataclass(frozen=True)
@@ -61,42 +68,35 @@ class Drawn:
 @mpl.rc_context(STYLE)
 def draw(number: int, table: Table) -> list[Drawn]:
     """All figures of one table; curves only where there are runs."""
-
-    def warning(columns: list[Column]) -> str:
-        if not table.conditions:
-            return "" if table.machine else " (no runs yet)"
-        stand_in = [column.task for column in columns if any(run.data.source == "stand-in" for run in column.runs)]
-        which = f" for {', '.join(stand_in)}" if len(columns) > 1 else ""
-        return f" ({f'STAND-IN data{which}, ' if stand_in else ''}NOT the paper's protocol)"
-
-    made = []
-    for column in table.columns:
+    marks, name, made = _marks(cell.model for _, cell in table.cells), f"table2-{number}", []
+    looks = [_looks(column, marks) for column in table.columns]
+    for column, rows in zip(table.columns, looks, strict=True):
         if column.runs:
-            made.append(_curves(f"table2-{number}-curves-{column.task}", column, warning([column])))
+            made.append(_curves(f"{name}-curves-{column.task}", column, rows, _warning(table, [column])))
         if any(cell.paper or cell.time or cell.race for cell in column.cells.values()):
-            made.append(_bars(f"table2-{number}-bars-{column.task}", column, warning([column])))
-    return [*made, _accuracy_over_time(f"table2-{number}-accuracy-time", table, warning(table.columns))]
+            made.append(_bars(f"{name}-bars-{column.task}", column, rows, _warning(table, [column])))
+    return [*made, _accuracy_over_time(f"{name}-accuracy-time", table, looks)]
 
 
 @mpl.rc_context(STYLE)
 def over_length(bench: dict[str, Any]) -> Drawn:
     """Of results/bench/models.json: steps of equal numbers of tokens, in ever longer texts."""
     title, results = "Time of a training step over the length", bench["lengths"]["results"]
+    lengths, crossings = [result["n"] for result in results], bench["lengths"]["break_even"]
     figure = Figure((10, 4.8), layout="constrained")
     panel = figure.subplots()
     handles: list[Any] = []
-    for model in dict.fromkeys(model for result in results for model in result["arms"]):
-        points = [(result["n"], result["arms"][model]["seconds"]) for result in results if model in result["arms"]]
-        colour, marker = MARKS.get(model, OTHER)
-        middle = [median(seconds) for _, seconds in points]
-        low = [median(seconds) - min(seconds) for _, seconds in points]
-        high = [max(seconds) - median(seconds) for _, seconds in points]
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 5, "label": model}
-        handles.append(panel.errorbar([n for n, _ in points], middle, [low, high], **look, **THIN))
-    lengths = [result["n"] for result in results]
-    for crossing, dash in zip(bench["lengths"]["break_even"], DASHES * 9, strict=False):
+    models = dict.fromkeys(model for result in results for model in result["arms"])
+    marks = _marks(models)
+    for model in models:
+        points = {result["n"]: result["arms"][model]["seconds"] for result in results if model in result["arms"]}
+        middle = [median(seconds) for seconds in points.values()]
+        low, high = ([abs(median(each) - end(each)) for each in points.values()] for end in (min, max))
+        look = marks[model] | {"markersize": 5, "label": model}
+        handles.append(panel.errorbar(list(points), middle, [low, high], **THIN | look))
+    for crossing, dash in zip(crossings, cycle(DASHES), strict=False):
         if crossing["n"] is not None:
-            colour, _ = MARKS.get(crossing["model"], OTHER)
+            colour = marks[crossing["model"]]["color"]
             ends = crossing["low"] or lengths[0], crossing["high"] or lengths[-1]  # none: no crossing in some round
             panel.axvspan(*ends, color=colour, alpha=0.12, lw=0)
             label = f"break-even: {crossing['model']} and {crossing['baseline']}, n = {crossing['n']:,.0f}"
@@ -108,9 +108,8 @@ def over_length(bench: dict[str, Any]) -> Drawn:
     panel.yaxis.set_major_formatter("{x:g}")
     panel.set_title(f"{title}, {bench['lengths']['tokens']:,} tokens a batch")
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    says = " ".join(crossing["says"] for crossing in bench["lengths"]["break_even"])
-    caption = f"Whole models in turn on the same batches; median and range of the rounds. {says}"
-    return saved("table2-lengths", figure, title, caption.strip())
+    says = ["Whole models in turn on the same batches; median and range of the rounds."]
+    return saved("table2-lengths", figure, title, " ".join(says + [crossing["says"] for crossing in crossings]))
 
 
 def saved(name: str, figure: Figure, title: str, caption: str) -> Drawn:
@@ -118,168 +117,151 @@ def saved(name: str, figure: Figure, title: str, caption: str) -> Drawn:
     png, svg = io.BytesIO(), io.BytesIO()
     figure.savefig(png, format="png", dpi=110, metadata={"Software": None})
     with mpl.rc_context({"svg.hashsalt": name}):
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(svg, format="svg", metadata=nothing)
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return Drawn(name, title, caption, png.getvalue(), svg.getvalue())
 
 
-def _looks(column: Column) -> dict[str, dict[str, Any]]:
-    """Row -> colour, marker and kind of line."""
-    looks, rows = {}, dict[str, int]()
+def _titled(name: str, figure: Figure, title: str, caption: str, ncols: int = 4, handles: Any = None) -> Drawn:
+    """With the title above all panels and one legend below them."""
+    figure.suptitle(title)
+    figure.legend(handles=handles, loc="outside lower center", ncols=ncols)
+    return saved(name, figure, title, caption)
+
+
+def _warning(table: Table, columns: list[Column]) -> str:
+    """What the title of a figure of these tasks must say."""
+    if not table.conditions:
+        return "" if table.machine else " (no runs yet)"
+    stand_in = [column.task for column in columns if any(run.data.source == "stand-in" for run in column.runs)]
+    which = f" for {', '.join(stand_in)}" if len(columns) > 1 else ""
+    return f" ({f'STAND-IN data{which}, ' if stand_in else ''}NOT the paper's protocol)"
+
+
+def _marks(models: Iterable[str]) -> dict[str, Look]:
+    """Of each model."""
+    others = cycle(OTHERS)
+    chosen = {model: MARKS.get(model) or next(others) for model in sorted(set(models))}
+    return {model: {"color": colour, "marker": marker} for model, (colour, marker) in chosen.items()}
+
+
+def _looks(column: Column, marks: dict[str, Look]) -> dict[str, Look]:
+    """Of each row: those of one model differ in marker and kind of line."""
+    looks, rows = {}, Counter[str]()
     for row, cell in column.cells.items():
-        colour, marker = MARKS.get(cell.model, OTHER)
-        variant = rows[cell.model] = rows.get(cell.model, -1) + 1
-        looks[row] = {
-            "color": colour,
-            "marker": marker if not variant else "PX*d"[variant % 4],
-            "ls": VARIANTS[variant % 4],
-        }
+        variant, rows[cell.model] = rows[cell.model], rows[cell.model] + 1
+        marker = {"marker": "PX*d"[variant % 4]} if variant else {}
+        looks[row] = marks[cell.model] | {"ls": VARIANTS[variant % 4]} | marker
     return looks
 
 
-def _curves(name: str, column: Column, warning: str) -> Drawn:
+def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> Drawn:
     """Means over the seeds, in a band from the lowest to the highest."""
-    title = f"Learning curves on {column.task}{warning}"
-    looks = _looks(column)
     figure = Figure((10, 4.8), layout="constrained")
-    accuracies, losses = figure.subplots(1, 2)
+    panels = accuracies, losses = figure.subplots(1, 2)
     for row, cell in column.cells.items():
-        by_step: dict[int, list[tuple[float, float]]] = {}
-        for run in cell.runs:
-            for point in run.history:
-                by_step.setdefault(point.step, []).append((100 * point.dev_accuracy, point.train_loss))
-        for panel, part in ((accuracies, 0), (losses, 1)):
+        by_step = defaultdict(list)
+        for point in (point for run in cell.runs for point in run.history):
+            by_step[point.step].append((100 * point.dev_accuracy, point.train_loss))
+        for part, panel in enumerate(panels if by_step else ()):
             values = [[point[part] for point in points] for points in by_step.values()]
-            if values:
-                label = f"{row} (n={len(cell.runs)})" if panel is accuracies else None
-                style = looks[row] | {"marker": None, "lw": 1.6, "label": label}
-                panel.plot(list(by_step), [mean(v) for v in values], **style)
-                low, high = [min(v) for v in values], [max(v) for v in values]
-                panel.fill_between(list(by_step), low, high, color=looks[row]["color"], alpha=0.15, lw=0)
-    for (floor, accuracy), dash in zip(column.dev_floors.items(), DASHES * 9, strict=False):
+            label = None if part else f"{row} (n={len(cell.runs)})"
+            style = looks[row] | {"marker": None, "lw": 1.6, "label": label}
+            panel.plot(list(by_step), [mean(v) for v in values], **style)
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            panel.fill_between(list(by_step), low, high, color=looks[row]["color"], alpha=0.15, lw=0)
+    for (floor, accuracy), dash in zip(column.dev_floors.items(), cycle(DASHES), strict=False):
         accuracies.axhline(100 * accuracy, color=FLOOR_COLOUR, ls=dash, lw=1.2, label=f"floor: {floor}")
     accuracies.set(title="dev accuracy, %", xlabel="step")
     losses.set(title="training loss", xlabel="step")
-    for panel in (accuracies, losses):
+    for panel in panels:
         panel.xaxis.set_major_formatter("{x:,.0f}")
-    figure.suptitle(title)
-    figure.legend(loc="outside lower center", ncols=4)
     caption = (
         "Lines are means over the seeds (n of them), bands go from the lowest to the highest seed. The training "
         "loss is the mean since the evaluation before."
     )
     if column.dev_floors:
         caption += " Floors: what cheap predictors reach on the whole dev split, of which the curves may take a part."
-    return saved(name, figure, title, caption)
+    return _titled(name, figure, f"Learning curves on {column.task}{warning}", caption)
 
 
-def _bars(name: str, column: Column, warning: str) -> Drawn:
+def _bars(name: str, column: Column, looks: dict[str, Look], warning: str) -> Drawn:
     """Ours, raced and the paper's, each only if any row has it."""
-    title = f"Time and memory on {column.task}{warning}"
-    kinds = [kind for kind in ("ours", "raced", "paper") if any(_cost(c, "time", kind) for c in column.cells.values())]
-    figure = Figure((10, 1.6 + (0.14 + 0.2 * len(kinds)) * len(column.cells)), layout="constrained")
-    times, memories = figure.subplots(1, 2, sharey=True)
+    cells = column.cells.values()
+    kinds = [kind for kind in BARS if any(_cost(cell, "time", kind) for cell in cells)]
+    figure = Figure((10, 1.6 + (0.14 + 0.2 * len(kinds)) * len(cells)), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
     height = 0.8 / len(kinds)
-    for panel, measure in ((times, "time"), (memories, "memory")):
-        for line, cell in enumerate(column.cells.values()):
+    for panel, measure in zip(panels, ("time", "memory"), strict=True):
+        for line, cell in enumerate(cells):
+            colour = looks[cell.row]["color"]
+            faces = {"ours": (colour, None), "raced": (f"{colour}55", None), "paper": ("white", "////")}
             for place, kind in enumerate(kinds):
-                _bar(panel, line + (place + 0.5) * height - 0.4, height, cell, measure, kind)
+                if not (cost := _cost(cell, measure, kind)):
+                    continue
+                y, (face, hatch), (value, low, high) = line + (place + 0.5) * height - 0.4, faces[kind], cost
+                panel.barh(y, value, 0.9 * height, lw=0.8, fc=face, ec=colour, hatch=hatch)
+                if high > low:
+                    ends = [[value - low], [high - value]]
+                    panel.errorbar(value, y, xerr=ends, color="#333333", fmt="none", **THIN)
+                panel.annotate(f"{value:.2f}", (high, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
         panel.axvline(1, color="black", lw=0.8, ls=":")
         panel.set(title=f"{measure}, the Transformer's = 1")
         panel.margins(x=0.12)
         panel.grid(visible=False, axis="y")
-    times.set_yticks(range(len(column.cells)), list(column.cells))
-    times.invert_yaxis()
-    figure.suptitle(title)
-    patches = {
-        "ours": Patch(fc="#555555", label="ours (± standard deviation over the seeds)"),
-        "raced": Patch(fc="#55555555", ec="#555555", label="raced (median and range of the rounds)"),
-        "paper": Patch(fc="white", ec="#555555", hatch="////", label="the paper's"),
-    }
-    figure.legend(handles=[patches[kind] for kind in kinds], loc="outside lower center", ncols=3)
-    explained = {
-        "ours": "Ours: ratio of the means over the seeds.",
-        "raced": "Raced: training steps in turn on the same batches, in one process; peak memory has no range.",
-        "paper": "The paper gives no spread.",
-    }
-    caption = " ".join(
-        ["Training time and peak memory as multiples of the Transformer's; less is better."]
-        + [explained[kind] for kind in kinds]
-    )
-    return saved(name, figure, title, caption)
+    panels[0].set_yticks(range(len(cells)), list(column.cells))
+    panels[0].invert_yaxis()
+    caption = "Training time and peak memory as multiples of the Transformer's; less is better."
+    caption = " ".join([caption, *(BARS[kind][1] for kind in kinds)])
+    handles = [BARS[kind][0] for kind in kinds]
+    return _titled(name, figure, f"Time and memory on {column.task}{warning}", caption, ncols=3, handles=handles)
 
 
 def _cost(cell: Cell, measure: str, kind: str) -> tuple[float, float, float] | None:
     """A bar's value, and the ends of its error bar."""
-    if kind == "paper":
-        value = cell.paper.get(measure)
-        return (value, value, value) if value is not None else None
-    if kind == "raced":
-        if not cell.race:
-            return None
-        race = cell.race
-        return (race.time, race.low, race.high) if measure == "time" else (race.memory, race.memory, race.memory)
-    ours = getattr(cell, measure)
-    return (ours.value, ours.value - (ours.spread or 0), ours.value + (ours.spread or 0)) if ours else None
+    if kind == "ours":
+        ours: Measure | None = getattr(cell, measure)
+        return (ours.value, ours.value - (ours.spread or 0), ours.value + (ours.spread or 0)) if ours else None
+    if kind == "raced" and measure == "time":
+        return (cell.race.time, cell.race.low, cell.race.high) if cell.race else None
+    value = cell.paper.get(measure) if kind == "paper" else getattr(cell.race, "memory", None)
+    return (value, value, value) if value is not None else None
 
 
-def _bar(panel: Axes, y: float, height: float, cell: Cell, measure: str, kind: str) -> None:
-    cost = _cost(cell, measure, kind)
-    if not cost:
-        return
-    value, low, high = cost
-    colour, _ = MARKS.get(cell.model, OTHER)
-    look: dict[str, Any] = {
-        "ours": {"fc": colour, "ec": colour},
-        "raced": {"fc": f"{colour}55", "ec": colour},
-        "paper": {"fc": "white", "ec": colour, "hatch": "////"},
-    }[kind]
-    panel.barh(y, value, 0.9 * height, lw=0.8, **look)
-    if high > low:
-        panel.errorbar(value, y, xerr=[[value - low], [high - value]], color="#333333", fmt="none", **THIN)
-    panel.annotate(f"{value:.2f}", (high, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
-
-
-def _accuracy_over_time(name: str, table: Table, warning: str) -> Drawn:
+def _accuracy_over_time(name: str, table: Table, looks: list[dict[str, Look]]) -> Drawn:
     """A panel a task: ours filled, the paper's hollow."""
-    title = f"Accuracy versus time{warning}"
     figure = Figure((max(10, 1 + 3.4 * len(table.columns)), 5), layout="constrained")
     panels = figure.subplots(1, len(table.columns), squeeze=False)[0]
     handles = {}
-    for panel, column in zip(panels, table.columns, strict=True):
-        for row, look in _looks(column).items():
-            cell, plain = column.cells[row], look | {"ls": ""}
+    for panel, column, rows in zip(panels, table.columns, looks, strict=True):
+        for row, cell in column.cells.items():
+            look = rows[row] | {"ls": ""}
             if cell.paper:
-                ends = cell.paper["accuracy"], cell.paper_low, cell.paper_high
-                _point(panel, cell.paper["time"], None, ends, plain | {"mfc": "white", "elinewidth": 0.6})
+                shares = cell.paper["accuracy"], cell.paper_low, cell.paper_high
+                _point(panel, cell.paper["time"], None, shares, look | {"mfc": "white", "elinewidth": 0.6})
             time = cell.time or (cell.race and Measure(cell.race.time, None, cell.race.rounds))
             if cell.accuracy and time:
-                ends = cell.accuracy.value, cell.low, cell.high
-                _point(panel, time.value, time.spread, ends, plain)
+                _point(panel, time.value, time.spread, (cell.accuracy.value, cell.low, cell.high), look)
             if cell.paper or (cell.accuracy and time):
-                handles[row] = Line2D([], [], label=row, **plain)
+                handles[row] = Line2D([], [], label=row, **look)
         best = max(column.floors, key=lambda floor: column.floors[floor], default=None)
         if best:
             panel.axhline(100 * column.floors[best], color=FLOOR_COLOUR, ls="--", lw=1.2)
-        panel.set(
-            title=f"{column.task}\n{f'best floor: {best}' if best else 'no floor'}",
-            xlabel="time, the Transformer's = 1",
-        )
+        heading = f"{column.task}\n{f'best floor: {best}' if best else 'no floor'}"
+        panel.set(title=heading, xlabel="time, the Transformer's = 1")
         panel.margins(0.1)
     panels[0].set_ylabel("test accuracy, %")
     hollow = Line2D([], [], color="#555555", marker="o", mfc="white", ls="", label="hollow: the paper's")
     dashed = Line2D([], [], color=FLOOR_COLOUR, ls="--", lw=1.2, label="the best floor")
-    figure.suptitle(title)
-    figure.legend(handles=[*handles.values(), hollow, dashed], loc="outside lower center", ncols=4)
     caption = (
         "Left and up is better. Ours are filled, with the 95% interval of the accuracy over seeds and test examples "
         "and the standard deviation of the time over seeds; where the Transformer did not run, their time is the raced "
         "one. The paper's are hollow, with the 95% interval that the size of its test set gives. The dashed line is "
         "what the best cheap predictor reaches on test."
     )
-    return saved(name, figure, title, caption)
+    title = f"Accuracy versus time{_warning(table, table.columns)}"
+    return _titled(name, figure, title, caption, handles=[*handles.values(), hollow, dashed])
 
 
-def _point(panel: Axes, time: float, spread: float | None, ends: tuple[Any, Any, Any], look: dict[str, Any]) -> None:
-    value, low, high = (100 * share for share in ends)
+def _point(panel: Any, time: float, spread: float | None, shares: tuple[Any, Any, Any], look: Look) -> None:
+    value, low, high = (100 * share for share in shares)
     panel.errorbar(time, value, [[value - low], [high - value]], spread, **THIN | look)

@@ -2,10 +2,8 @@
 
 import base64
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from macformer.harness import record as records
@@ -16,50 +14,34 @@ from macformer.report.cells import Table
 from macformer.report.figures import Drawn
 
 MARKDOWN = re.compile(r"`(.+?)`|\*\*(.+?)\*\*|\*(.+?)\*")
-TAGS = ("code", "strong", "em")
+HTML = (r"<code>\1</code>", r"<strong>\2</strong>", r"<em>\3</em>")
 
 
 def render(
-    tables: Sequence[Table],
-    figures: Sequence[Sequence[Drawn]],
-    lengths: Drawn | None,
-    found: Sequence[Record],
-    problems: Sequence[str],
+    tables: list[Table], figures: list[list[Drawn]], lengths: Drawn | None, found: list[Record], problems: list[str]
 ) -> str:
     """`figures`: those of each table. The page stands beside runs/ and figures/. Texts from records are escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    loader = PackageLoader("macformer.report", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.trim_blocks = environment.lstrip_blocks = True
     environment.filters |= {"marked": _marked, "uri": _uri, "duration": duration, "mebibytes": mebibytes}
     used = {run.run_id: number for number, table in enumerate(tables, 1) for c in table.columns for run in c.runs}
     ordered = sorted(found, key=lambda run: (run.task, run.model, run.run_id))
-    return environment.get_template("page.html").render(
+    # The title without the conditions, which are a list of their own.
+    headings = [texts.title(table).removesuffix(f": {'; '.join(table.conditions)}") for table in tables]
+    text = environment.get_template("page.html").render(
         texts=texts,
-        tables=list(zip(map(_heading, tables), tables, figures, strict=True)),
+        tables=list(zip(headings, tables, figures, strict=True)),
         lengths=lengths,
         records=[(run, records.path("", run.config, run.run_id).as_posix(), used.get(run.run_id)) for run in ordered],
         problems=problems,
     )
-
-
-def _heading(table: Table) -> str:
-    """The title without the conditions, which are a list of their own."""
-    return texts.title(table).removesuffix(f": {'; '.join(table.conditions)}")
+    return text + "\n"
 
 
 def _marked(text: str) -> Markup:
     """The little Markdown that the table's texts have."""
-
-    def tagged(match: re.Match[str]) -> str:
-        tag = TAGS[(match.lastindex or 1) - 1]
-        return f"<{tag}>{match[match.lastindex or 1]}</{tag}>"
-
-    return Markup(MARKDOWN.sub(tagged, str(escape(text))))
+    return Markup(MARKDOWN.sub(lambda match: match.expand(HTML[(match.lastindex or 1) - 1]), str(escape(text))))
 
 
 def _uri(svg: bytes) -> str:

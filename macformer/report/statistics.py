@@ -60,17 +60,13 @@ def compare(ours: Outcomes, theirs: Outcomes, noise: "Noise | None", entropy: in
     kinds, counts = np.unique(differences, return_counts=True)
     replicates = rng.multinomial(N, counts / N, REPLICATES) @ kinds / (N * seeds)
     if noise:
-        error = sum(max(noise.variance, _variance(each)) / len(each) for each in (ours, theirs)) ** 0.5
+        own = [each.mean(1).var(ddof=1) if len(each) > 1 else 0.0 for each in (ours, theirs)]
+        error = sum(max(noise.variance, v) / len(each) for v, each in zip(own, (ours, theirs), strict=True)) ** 0.5
         replicates += error * rng.standard_t(noise.degrees, REPLICATES)
     low, high = np.quantile(replicates, [LEVEL / 2, 1 - LEVEL / 2])
     tail = min((replicates <= 0).sum(), (replicates >= 0).sum())
     p = min(1.0, 2 * (1 + tail) / (1 + REPLICATES))
     return Comparison(float(ours.mean() - theirs.mean()), float(low), float(high), float(p))
-
-
-def _variance(outcomes: Outcomes) -> float:
-    """Of the seeds' accuracies."""
-    return float(outcomes.mean(1).var(ddof=1)) if len(outcomes) > 1 else 0.0
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from macformer.harness import config as configs
 from macformer.harness import record as records
 from macformer.report import cells, table
-from scripts.bench_table import made_up
+from tests.made_up import make
 
 FOLDER = Path(__file__).parent
 # Better than the Transformer, worse, the same, and not above a floor of 39%.
@@ -43,27 +42,25 @@ BENCH: dict[str, Any] = {
 
 def fixture_records() -> list[records.Record]:
     """Three seeds of five models on ListOps, one seed of others; a changed model, other protocols, a failure."""
-    runs = [(f"model={name}", "task=listops", f"seed={seed}") for name in ACCURACIES for seed in range(3)]
-    others = [
-        ("model=rfa", "task=listops", "model.attention.features=64"),
-        ("model=rfa", "task=text"),
-        ("model=transformer", "task=listops", "trainer=cpu", "seed=1"),
-        ("model=rfa", "task=listops", "trainer=cpu", "seed=1"),
+    made = [
+        _record(f"{model} task=listops seed={seed}", ACCURACIES[model]) for model in ACCURACIES for seed in range(3)
     ]
-    made = [_record(words, ACCURACIES[words[0][6:]]) for words in runs] + [_record(words, 0.45) for words in others]
-    return [*made, _record(("model=transformer", "task=text"), 0.0, status="oom")]
+    others = ["rfa task=listops model.attention.features=64", "rfa task=text"]
+    others += [f"{model} task=listops trainer=cpu seed=1" for model in ("transformer", "rfa")]
+    made += [_record(words, 0.45) for words in others]
+    return [*made, _record("transformer task=text", 0.0, status="oom")]
 
 
-def _record(overrides: tuple[str, ...], accuracy: float, **given: Any) -> records.Record:
+def _record(words: str, accuracy: float, **given: Any) -> records.Record:
     """exp and trigh have one id here, and so the same outcomes, as in reality."""
-    config = configs.container(configs.compose(*overrides))
-    rng = np.random.default_rng([config["seed"], round(1000 * accuracy)])
-    linear = config["model"]["name"] != "transformer"
+    seed = make(words).seed
+    rng = np.random.default_rng([seed, round(1000 * accuracy)])
+    linear = not words.startswith("transformer")
     seconds, peak = (50.0 if linear else 100.0) * rng.uniform(0.95, 1.05), 600 if linear else 1000
-    record = made_up(config, overrides, seconds, peak * 2**20, accuracy + rng.normal(0, 0.005), **given)
+    record = make(words, accuracy + rng.normal(0, 0.005), seconds=seconds, peak=peak * 2**20, **given)
     if record.model == "macformer_trigh":
-        twin = configs.container(configs.compose(*(word.replace("trigh", "exp") for word in overrides)))
-        record = record.model_copy(update={"quality": made_up(twin, accuracy=record.quality.test_accuracy).quality})
+        twin = make(words.replace("trigh", "exp"), record.quality.test_accuracy)
+        record = record.model_copy(update={"quality": twin.quality})
     return record
 
 
