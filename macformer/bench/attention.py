@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from macformer import KernelAttention, PreSBN, RFAttention, RMFAttention, SoftmaxAttention
 from macformer.bench import race as bench
 from macformer.features import Sampling, products
+from macformer.folded import FLOOR, plain_attention
 from macformer.harness import device as devices
-from macformer.linear import FLOOR, plain_attention
 
 HEAD_DIM, FEATURES, KEPT = 32, 128, 0.9  # the share of keys that the mask keeps
 MANY, ONE = (4, 2), (1, 1)  # B, H up to n = 4096; beyond, where the n x n weights of eight heads do not fit any more
