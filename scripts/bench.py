@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lra_data.base import DataError
-from macformer.bench import attention, data, models, race
+from macformer.bench import attention, models, race
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness.config import ConfigError
 
-COMMANDS = {"models": models, "attention": attention, "core": attention, "data": data}
+COMMANDS = {"models": models, "attention": attention, "core": attention}
 RESULTS = Path(__file__).parent.parent / "results" / "bench"
 
 
@@ -30,12 +30,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         form, said = argparse.RawDescriptionHelpFormatter, f"{module.__doc__}\n{race.__doc__}"
         command = commands.add_parser(name, description=said, formatter_class=form)
         command.add_argument("--output", type=Path, default=RESULTS, help="folder; default: results/bench")
-        if name in ("models", "data"):
-            command.add_argument("--imdb", help="aclImdb_v1.tar.gz, for Text")
-        if name != "data":
-            command.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
-            command.add_argument("--rounds", type=positive, default=attention.ROUNDS.get(name))
+        command.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
+        command.add_argument("--rounds", type=positive, default=attention.ROUNDS.get(name))
         if name == "models":
+            command.add_argument("--imdb", help="aclImdb_v1.tar.gz, for Text")
             command.add_argument("--models", type=lambda names: names.split(","), help="of configs/model: mine,rfa")
             command.add_argument("--settings", nargs="+", choices=models.SETTINGS, default=list(models.SETTINGS))
         if name in attention.LENGTHS:
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "attention" and not importlib.util.find_spec("matplotlib"):
         sys.exit("error: matplotlib is not there; pip install 'macformer[figures]' (make setup does)")
     try:
-        report = module.measure(options, devices.choose(getattr(options, "device", "cpu")))
+        report = module.measure(options, devices.choose(options.device))
     except (ConfigError, DataError) as error:
         sys.exit(f"error: {error}")
     written = {f"{name}.json": json.dumps(report, indent=1) + "\n", f"{name}.md": module.table(report)}
