@@ -34,7 +34,7 @@ class RandomMaclaurin(nn.Module):
     What differs is how the D degrees N, the vectors w and the scales s are chosen (`sampling`):
 
     paper     P[N=m] = (p-1)/p^(m+1), s = sqrt(a_N / (P[N] D)), w Rademacher (signs +-1). For p = 2 this is the paper's
-              1/p^(m+1); for other p the factor p-1 is missing there (docs/errata.md, 4).
+              1/p^(m+1); for other p the factor p-1 is missing there (docs/errata.md, erratum 4).
     release   one exact constant sqrt(a_0); the D-1 others have degree 1..20 with probability proportional to p^-m.
               Unbiased for the series up to degree 20 (D = 1 is the constant alone).
     exact01   degrees 0 and 1 exact: sqrt(a_0) and sqrt(a_1) x, d + 1 features. The others are shared out to the degrees

@@ -123,7 +123,7 @@ class PreSBN(nn.Module):
 
 
 class PostSBN(nn.Module):
-    """Line 4 of Algorithm 1, att <- (gamma att)^beta, in a form without NaN (docs/errata.md, 7).
+    """Line 4 of Algorithm 1, att <- (gamma att)^beta, in a form without NaN (docs/errata.md, erratum 7).
 
     With y = gamma x: out = y (y^2 + BEND^2)^((beta-1)/2). It is odd, exactly gamma x at beta = 1, and
     |y|^beta with the sign of y for |y| well above BEND. gamma = exp(g) and beta = exp(b) stay positive; g and b
