@@ -80,5 +80,6 @@ def _normalised(x: Tensor, folded: FoldedMap) -> Tensor:
 def _features(x: Tensor, rows: Tensor, folded: FoldedMap) -> Tensor:
     """F(x) (B, H, n, f)."""
     projected = x @ rows.mT
-    waves = folded.widths is None
-    return torch.cat([projected.sin(), projected.cos()], -1) if waves else products(projected, folded.widths)
+    if folded.widths is None:
+        return torch.cat([projected.sin(), projected.cos()], -1)
+    return products(projected, folded.widths)

@@ -6,29 +6,22 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from matplotlib.axes import Axes
-from torch import Tensor
 
 from macformer import KernelAttention, RMFAttention, SoftmaxAttention
-from macformer.linear import plain_attention
+from macformer.folded import plain_attention
 from macformer.paper import maps, random_data
 from macformer.paper.random_data import Settings
 from scripts import figure_rmfa as script
 from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
-FILES = [
-    "rmfa-maps.png",
-    "rmfa-maps.svg",
-    "rmfa-samplings.png",
-    "rmfa-samplings.svg",
-    "rmfa.csv",
-    "rmfa.json",
-    "rmfa.md",
-]
+FILES = [f"{name}.{ending}" for name in ("rmfa-maps", "rmfa-samplings") for ending in ("png", "svg")]
+FILES += ["rmfa.csv", "rmfa.json", "rmfa.md"]
 SMALL = ["--lengths", "16", "40", "--features", "8", "64", "128"]
 
 
@@ -41,9 +34,22 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script.devices, "prepare", lambda device, threads: None)
 
 
+@pytest.fixture
+def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take the most time."""
+    monkeypatch.setattr(maps, "draw", lambda report: [])
+
+
 def run(folder: Path, *options: str) -> dict[str, Any]:
-    assert script.main([*SMALL, "--repeats", "3", *options, "--output", str(folder)]) == 0
+    script.main([*SMALL, "--repeats", "3", *options, "--output", str(folder)])
     return json.loads((folder / "rmfa.json").read_text())
+
+
+def stopped(*arguments: str) -> Any:
+    """With what the command ends."""
+    with pytest.raises(SystemExit) as end:
+        script.main(arguments)
+    return end.value.code
 
 
 def test_errors_are_those_of_the_definitions() -> None:
@@ -61,11 +67,9 @@ def test_errors_are_those_of_the_definitions() -> None:
             phi_q, phi_k = (attention.feature_map(x / 64**0.25) for x in (q, k))
             error = ((plain_attention(phi_q, phi_k, v, None, attention.floor) - exact) ** 2).sum()
             found = sample[f"{sampling} {D}"]
-            assert found["nmse"] == pytest.approx(float(error / (exact**2).sum()), rel=5e-3)
-            assert found["nmse_offset"] == pytest.approx(float(error / ((exact + 1) ** 2).sum()), rel=5e-3)
-            averaged = v.mean(2, keepdim=True).expand_as(v)
-            assert found["deviation"] == pytest.approx(float(error / ((exact - averaged) ** 2).sum()), rel=5e-3)
-            assert found["seconds"] > 0
+            assert found.pop("seconds") > 0
+            units = {"nmse": exact, "nmse_offset": exact + 1, "deviation": exact - v.mean(2, keepdim=True)}
+            assert found == pytest.approx({kind: float(error / (x**2).sum()) for kind, x in units.items()}, rel=5e-3)
 
 
 def test_a_constant_in_v_goes_through_both_attentions() -> None:
@@ -80,35 +84,20 @@ def test_a_constant_in_v_goes_through_both_attentions() -> None:
     assert moved["nmse"] == pytest.approx(scales["nmse_offset"], rel=1e-5)
     assert moved["deviation"] == pytest.approx(scales["deviation"], rel=1e-4)
     assert scales["nmse"] < 0.1 * scales["nmse_offset"]
+    averaged = (v.mean(2, keepdim=True) - exact).double().square().sum()
+    assert scales["deviation"] == pytest.approx(float(averaged), rel=1e-5)  # averaging V has a deviation of 1
 
 
-def test_averaging_v_has_a_deviation_of_one() -> None:
-    q, k, v = random_data.inputs(1, 50, 0, CPU)
-    exact = SoftmaxAttention()(q, k, v)
-    error = (v.mean(2, keepdim=True) - exact).double().square().sum()
-    assert float(error) / random_data.scales(exact, v)["deviation"] == pytest.approx(1, rel=1e-5)
-
-
-def doubled(self: RMFAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def test_a_wrong_attention_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A logit twice as large: RMFA without the right scale."""
-    return right(self, 2 * q, k, v)
-
-
-right = RMFAttention.forward
-
-
-def test_a_wrong_attention_shows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = Settings(batch=1, repeats=1, lengths=(200,), features=(128,))
+    settings, right = Settings(batch=1, repeats=1, lengths=(200,), features=(128,)), RMFAttention.forward
     before = random_data.measure(settings, 0, 200, CPU, warm_up=True)
-    monkeypatch.setattr(RMFAttention, "forward", doubled)
+    monkeypatch.setattr(RMFAttention, "forward", lambda self, q, k, v: right(self, 2 * q, k, v))
     after = random_data.measure(settings, 0, 200, CPU, warm_up=True)
     for arm in ("exact01 128", "order1 65"):
         assert before[arm]["deviation"] < 0.02
         assert after[arm]["deviation"] > 0.8
-    assert script.main([*SMALL, "--repeats", "1", "--output", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
+    said = stopped(*SMALL, "--repeats", "1", "--output", str(tmp_path / "out"))
     assert said.startswith("error: RMFA with paper features, D = 8, is off its plain definition by ")
     assert not (tmp_path / "out").exists()
 
@@ -123,29 +112,23 @@ def test_every_cell_and_repeat_has_its_own_draw_and_order() -> None:
     assert len(orders) > 1
 
 
-def test_softmax_takes_the_examples_of_a_batch_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "examples"), [(SoftmaxAttention, 1), (RMFAttention, 3)])
+def test_softmax_takes_the_examples_of_a_batch_one_by_one(kind: Any, examples: int) -> None:
     """On the CPU, where the weights of the whole batch would not fit."""
-    seen: dict[type, set[int]] = {SoftmaxAttention: set(), RMFAttention: set()}
-    for kind in seen:
-
-        def spy(self: Any, q: Tensor, *others: Tensor, forward: Any = kind.forward) -> Tensor:
-            seen[type(self)].add(len(q))
-            return forward(self, q, *others)
-
-        monkeypatch.setattr(kind, "forward", spy)
-    random_data.measure(Settings(batch=3, repeats=1, lengths=(12,), features=(8,)), 0, 12, CPU, warm_up=True)
-    assert seen == {SoftmaxAttention: {1}, RMFAttention: {3}}
+    with patch.object(kind, "forward", autospec=True, side_effect=kind.forward) as forward:
+        random_data.measure(Settings(batch=3, repeats=1, lengths=(12,), features=(8,)), 0, 12, CPU, warm_up=True)
+    assert {len(call.args[1]) for call in forward.call_args_list} == {examples}
 
 
 def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run(tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == FILES
+    out = tmp_path / "out"
+    report = run(out)
+    assert sorted(file.name for file in out.iterdir()) == FILES
     assert not list((tmp_path / "state").iterdir())
-    told = capsys.readouterr().out
-    assert all(name in told for name in FILES)
-
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in FILES)
     assert list(report) == ["code", "environment", "settings", "lengths", "features", "cells", "softmax", "samplings"]
-    assert report["settings"] == {
+    how = {
         "quick": True,
         "batch": 1,
         "heads": 8,
@@ -154,12 +137,13 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
         "kernel": "exp",
         "repeats": 3,
         "threads": 1,
-        "command": "python -m scripts.figure_rmfa --lengths 16 40 --features 8 64 128 --repeats 3",
     }
+    command = "python -m scripts.figure_rmfa --lengths 16 40 --features 8 64 128 --repeats 3"
+    assert report["settings"] == how | {"command": command}
     assert [(cell["n"], cell["D"]) for cell in report["cells"]] == [(n, D) for n in (16, 40) for D in (8, 64, 128)]
     assert [times["n"] for times in report["softmax"]] == [16, 40]
-    samplings = [(each["sampling"], each["D"]) for each in report["samplings"]]
     both = [(sampling, D) for sampling in ("paper", "release") for D in (8, 64, 128)]
+    samplings = [(each["sampling"], each["D"]) for each in report["samplings"]]
     assert samplings == [*both, ("exact01", 128), ("order1", 65)]
     for each in (*report["cells"], *report["samplings"]):
         for key in (*random_data.ERRORS, "seconds"):
@@ -167,7 +151,7 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
             assert all(x > 0 and float(f"{x:.6g}") == x for x in each[key])
     assert [{key: each[key] for key in report["cells"][0]} for each in report["samplings"][:3]] == report["cells"][3:]
 
-    rows = [line.split(",") for line in (tmp_path / "out" / "rmfa.csv").read_text().splitlines()]
+    rows = [line.split(",") for line in (out / "rmfa.csv").read_text().splitlines()]
     assert len(rows) == 1 + 6
     row, cell, softmax = dict(zip(rows[0], rows[5], strict=True)), report["cells"][4], report["softmax"][1]
     assert (row["n"], row["D"], row["repeats"]) == ("40", "64", "3")
@@ -178,30 +162,29 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
         assert float(row[f"log10_{name}_sd"]) == pytest.approx(stdev(values), abs=1e-4)
     assert float(row["median_ms"]) == pytest.approx(1e3 * median(cell["seconds"]), rel=1e-3)
 
-    page = (tmp_path / "out" / "rmfa.md").read_text()
+    page = (out / "rmfa.md").read_text()
     assert maps.caption(report) in page
     assert "V ~ N(0, 1), 1 x 8 heads of width d = 64; reference: exact softmax attention on the same q and k" in page
     assert all(f"- {finding}\n" in page for finding in maps.findings(report))
-    for name in ("rmfa-maps", "rmfa-samplings"):
-        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        svg = (tmp_path / "out" / f"{name}.svg").read_text()
+    for figure in maps.draw(report):
+        png, svg = ((out / f"{figure.name}.{ending}").read_bytes() for ending in ("png", "svg"))
+        assert (png, svg) == (figure.png, figure.svg)  # from the file: the same bytes
+        assert png.startswith(b"\x89PNG")
         assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
-        assert "<!-- q, k, V ~ N(0, 1), 1 x 8 heads of width d = 64; reference" in svg
-    assert "<!-- log10 NMSE -->" in (tmp_path / "out" / "rmfa-maps.svg").read_text()
-    for figure in maps.draw(report):  # from the file: the same bytes
-        assert (tmp_path / "out" / f"{figure.name}.png").read_bytes() == figure.png
-        assert (tmp_path / "out" / f"{figure.name}.svg").read_bytes() == figure.svg
+        assert b"<!-- q, k, V ~ N(0, 1), 1 x 8 heads of width d = 64; reference" in svg
+    assert "<!-- log10 NMSE -->" in (out / "rmfa-maps.svg").read_text()
 
 
 @pytest.mark.filterwarnings("error")
 def test_one_cell_is_enough(tmp_path: Path) -> None:
-    assert script.main(["--lengths", "16", "--features", "8", "--repeats", "1", "--output", str(tmp_path / "out")]) == 0
+    script.main(["--lengths", "16", "--features", "8", "--repeats", "1", "--output", str(tmp_path / "out")])
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == FILES
     (row,) = (tmp_path / "out" / "rmfa.csv").read_text().splitlines()[1:]
     assert row.startswith("16,8,1,")
     assert row.split(",")[4::2][:5] == [""] * 5  # one repeat has no standard deviation
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_the_maps_show_the_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A contour at equal speed and at the error of averaging V, where there is one; colours follow the numbers."""
     report, labels, clabel = run(tmp_path / "out"), [], Axes.clabel
@@ -221,13 +204,14 @@ def test_the_maps_show_the_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     report["softmax"][0]["sdpa"] = [1e-9] * 3
     report["cells"][0]["nmse"] = [1e3] * 3
     labels.clear()
-    after = maps._maps(report)
+    assert maps._maps(report).png != before.png
     assert labels.count("equally fast") == 1
-    assert after.png != before.png
-    assert maps.findings(report)[0] == "by the mean, faster than explicit softmax in 6 of 6 cells, than SDPA in 3"
-    assert maps.findings(report)[1] == "error above that of averaging V in 2 of 6 cells"
+    faster, worse = maps.findings(report)[:2]
+    assert faster == "by the mean, faster than explicit softmax in 6 of 6 cells, than SDPA in 3"
+    assert worse == "error above that of averaging V in 2 of 6 cells"
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_a_killed_run_goes_on_and_has_the_same_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,23 +225,20 @@ def test_a_killed_run_goes_on_and_has_the_same_errors(
         return measure(settings, r, n, device, warm_up)
 
     monkeypatch.setattr(random_data, "measure", killed)
-    command = [*SMALL, "--repeats", "3", "--output", str(tmp_path / "killed")]
-    assert script.main(command) == 130
+    assert stopped(*SMALL, "--repeats", "3", "--output", str(tmp_path / "killed")) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert not (tmp_path / "killed").exists()
     (state,) = (tmp_path / "state").iterdir()
     assert len(json.loads(state.read_text())) == 1
 
-    assert script.main([*SMALL, "--repeats", "1", "--output", str(tmp_path / "other")]) == 0  # another command: anew
+    script.main([*SMALL, "--repeats", "1", "--output", str(tmp_path / "other")])  # another command: anew
     assert len(calls) == 5
     again = run(tmp_path / "killed")
     assert "going on after repeat 1 of 3" in capsys.readouterr().out
     assert calls[5:] == [(1, 16, True), (1, 40, True), (2, 16, False), (2, 40, False)]
     for part in ("cells", "samplings"):
         for one, other in zip(whole[part], again[part], strict=True):
-            assert {key: one[key] for key in one if key != "seconds"} == {
-                key: other[key] for key in one if key != "seconds"
-            }
+            assert one | {"seconds": None} == other | {"seconds": None}
     assert not list((tmp_path / "state").iterdir())
 
 
@@ -274,23 +255,22 @@ def test_a_killed_run_goes_on_and_has_the_same_errors(
     ],
 )
 def test_bad_options_are_one_sentence(
-    options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert script.main(["--output", str(tmp_path / "out"), *options]) == 1
-    assert capsys.readouterr().err == f"error: {says}\n"
+    assert stopped("--output", str(tmp_path / "out"), *options) == f"error: {says}"
     assert not list(tmp_path.iterdir())
 
 
-def test_what_does_not_fit_into_memory_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*arguments: object, **named: object) -> random_data.Sample:
-        raise MemoryError
+def test_the_committed_figure_is_not_overwritten_by_a_part_of_it() -> None:
+    says = "error: other lengths, features or repeats need an --output: results/figures has the whole map"
+    assert stopped("--repeats", "1") == says
 
-    monkeypatch.setattr(random_data, "measure", fails)
-    assert script.main([*SMALL, "--output", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err == "error: not enough memory for softmax at n = 40; use shorter --lengths\n"
+
+def test_what_does_not_fit_into_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(random_data, "measure", Mock(side_effect=MemoryError))
+    says = "error: not enough memory for softmax at n = 40; use shorter --lengths"
+    assert stopped(*SMALL, "--output", str(tmp_path / "out")) == says
 
 
 def test_what_is_committed_is_of_the_quick_command() -> None:

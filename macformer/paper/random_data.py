@@ -7,29 +7,35 @@ beside the paper's (`scales`).
 Shapes: B batch, H heads, n length, d head width, D features.
 """
 
+import json
 import random
+import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.bench.race import race
 from macformer.check import require_int
 from macformer.features import Sampling
+from macformer.folded import plain_attention
+from macformer.harness import files
 from macformer.harness.device import is_cuda
-from macformer.linear import plain_attention
+from macformer.harness.progress import Screen, duration
+from macformer.paper.experiments import ERRORS, SOFTMAX
+from macformer.paper.finding import rounded
 from macformer.ppsbn import PreSBN
 
 HEADS, HEAD_DIM, EPS, KERNEL = 8, 64, 1e-12, "exp"
+FIXED = {"heads": HEADS, "head_dim": HEAD_DIM, "eps": EPS, "kernel": KERNEL}  # as the report names them
 LENGTHS = tuple(range(200, 4001, 200))
 FEATURES = tuple(2**k for k in range(3, 12))
-ERRORS = ("nmse", "nmse_offset", "deviation")
 TURN = 0.02  # seconds that an arm is called for when it is its turn, if one call does not take longer
 CHECKED = 500  # tokens on which a map is held to its definition; the larger maps take them in several pieces
-DIGITS = 6  # that the report keeps
 Sample = dict[str, dict[str, float]]  # arm -> seconds and errors, of one repeat at one length
 
 
@@ -57,19 +63,22 @@ class Settings:
         exact01: list[tuple[Sampling, int]] = [("exact01", D) for D in self.features if D >= HEAD_DIM + 2]
         return [*paper, *release, *exact01, ("order1", HEAD_DIM + 1)]
 
+    def work(self, n: int) -> float:
+        """About how the time of a repeat is shared out to the lengths."""
+        return n * (2 * n + sum(D for _, D in self.maps(n)))
+
 
 def inputs(batch: int, n: int, r: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """q and k after pre-SBN, and v, of repeat r: the same on every device."""
-    rng = torch.Generator().manual_seed(_seed("inputs", r, n))
+    rng = _generator("inputs", r, n)
     q, k, v = (torch.randn(batch, HEADS, n, HEAD_DIM, generator=rng).to(device) for _ in range(3))
     pre = PreSBN(eps=EPS)
     return pre(q), pre(k), v
 
 
 def rmfa(sampling: Sampling, D: int, n: int, r: int) -> RMFAttention:
-    """With the draw of repeat r at length n: no two cells share one."""
-    rng = torch.Generator().manual_seed(_seed(sampling, D, r, n))
-    return RMFAttention(HEAD_DIM, D, kernel=KERNEL, sampling=sampling, generator=rng)
+    """RMFA with the draw of repeat r at length n: no two cells share one."""
+    return RMFAttention(HEAD_DIM, D, kernel=KERNEL, sampling=sampling, generator=_generator(sampling, D, r, n))
 
 
 def scales(exact: Tensor, v: Tensor) -> dict[str, float]:
@@ -87,33 +96,29 @@ def scales(exact: Tensor, v: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def measure(settings: Settings, r: int, n: int, device: torch.device, warm_up: bool) -> Sample:
-    """Repeat r at length n. Explicit softmax gives the reference, before the clock starts.
+    """Measure repeat r at length n. Explicit softmax gives the reference, before the clock starts.
 
     `warm_up`: every arm has a turn that does not count first.
     """
     q, k, v = inputs(settings.batch, n, r, device)
-    arms: dict[str, nn.Module] = {"explicit": SoftmaxAttention(), "sdpa": SoftmaxAttention(implementation="sdpa")}
-    arms |= {_name(sampling, D): rmfa(sampling, D, n, r).to(device) for sampling, D in settings.maps(n)}
+    arms: dict[str, nn.Module] = {name: SoftmaxAttention(implementation=name) for name in SOFTMAX}
+    arms |= {f"{sampling} {D}": rmfa(sampling, D, n, r).to(device) for sampling, D in settings.maps(n)}
     exact = torch.cat(_call(arms["explicit"], q, k, v))
     relative_to = scales(exact, v)
-    calls = {name: partial(_call, arm, q, k, v) for name, arm in arms.items()}
-    found: Sample = {}
+    sample: Sample = {}
 
     def look(name: str, out: list[Tensor]) -> None:
-        found[name] = {}
-        if isinstance(arms[name], RMFAttention):
-            error = _squares(out[0] - exact)
-            found[name] = {kind: error / scale for kind, scale in relative_to.items()}
+        error, of = _squares(out[0] - exact), relative_to if isinstance(arms[name], RMFAttention) else {}
+        sample[name] = {kind: error / scale for kind, scale in of.items()}
 
+    calls = {name: partial(_call, arm, q, k, v) for name, arm in arms.items()}
     (taken,) = race(lambda number: calls, 1, device, TURN, _seed("order", r, n), warm_up, look)
-    for name, took in taken.items():
-        found[name]["seconds"] = took
-    return found
+    return rounded({name: errors | {"seconds": taken[name]} for name, errors in sample.items()})
 
 
 @torch.no_grad()
 def wrong(settings: Settings, device: torch.device) -> str:
-    """Which map does not compute what it is defined to, in one sentence, or nothing: one draw of each."""
+    """Compare one draw of each map with its definition; say in one sentence which one differs, or nothing."""
     q, k, v = inputs(1, CHECKED, 0, device)
     for sampling, D in settings.maps(settings.lengths[-1]):
         attention = rmfa(sampling, D, CHECKED, 0).to(device)
@@ -127,31 +132,49 @@ def wrong(settings: Settings, device: torch.device) -> str:
     return ""
 
 
+def measure_all(settings: Settings, device: torch.device, state: Path) -> list[list[Sample]]:
+    """Measure repeat by repeat. `state` keeps every repeat that is done, and those in it are not measured again."""
+    samples: list[list[Sample]] = json.loads(state.read_text()) if state.exists() else []
+    screen, first, work = Screen(), len(samples), [settings.work(n) for n in settings.lengths]
+    if samples:
+        screen.line(f"going on after repeat {first} of {settings.repeats} ({state.name})")
+    begin = time.monotonic()
+
+    def text(r: int, at: int) -> str:
+        done = (r - first) * sum(work) + sum(work[:at])
+        left = (settings.repeats - first) * sum(work) - done
+        estimate = f", {duration((time.monotonic() - begin) / done * left)} left" if done else ""
+        return f"repeat {r + 1} of {settings.repeats}, n = {settings.lengths[at]:,}{estimate}"
+
+    try:
+        for r in range(first, settings.repeats):
+            samples.append([])
+            for at, n in enumerate(settings.lengths):
+                screen.live(partial(text, r, at))
+                samples[-1].append(measure(settings, r, n, device, warm_up=r == first))
+            files.write(state, json.dumps(samples))
+    finally:
+        screen.close()
+    return samples
+
+
 def report(settings: Settings, samples: list[list[Sample]]) -> dict[str, Any]:
     """The samples of each repeat and length, by cell."""
 
-    def gathered(at: int, sampling: str, D: int) -> dict[str, list[float]]:
-        arm = _name(sampling, D)
-        return {key: [_rounded(repeat[at][arm][key]) for repeat in samples] for key in (*ERRORS, "seconds")}
+    def cell(n: int, sampling: str, D: int) -> dict[str, Any]:
+        of = [repeat[settings.lengths.index(n)][f"{sampling} {D}"] for repeat in samples]
+        return {"n": n, "D": D} | {key: [sample[key] for sample in of] for key in (*ERRORS, "seconds")}
 
-    last, longest = len(settings.lengths) - 1, settings.lengths[-1]
+    longest = settings.lengths[-1]
     return {
         "lengths": list(settings.lengths),
         "features": list(settings.features),
-        "cells": [
-            {"n": n, "D": D, **gathered(at, "paper", D)}
-            for at, n in enumerate(settings.lengths)
-            for D in settings.features
-        ],
+        "cells": [cell(n, "paper", D) for n in settings.lengths for D in settings.features],
         "softmax": [
-            {"n": n}
-            | {arm: [_rounded(repeat[at][arm]["seconds"]) for repeat in samples] for arm in ("explicit", "sdpa")}
+            {"n": n} | {arm: [repeat[at][arm]["seconds"] for repeat in samples] for arm in SOFTMAX}
             for at, n in enumerate(settings.lengths)
         ],
-        "samplings": [
-            {"sampling": sampling, "D": D, "n": longest, **gathered(last, sampling, D)}
-            for sampling, D in settings.maps(longest)
-        ],
+        "samplings": [{"sampling": name, "D": D} | cell(longest, name, D) for name, D in settings.maps(longest)],
     }
 
 
@@ -166,14 +189,10 @@ def _squares(x: Tensor) -> float:
     return float(x.square().sum(dtype=torch.float64))
 
 
-def _name(sampling: str, D: int) -> str:
-    return f"{sampling} {D}"
-
-
 def _seed(*words: object) -> int:
-    """Another one for other words, the same in every process."""
+    """A seed that depends on the words alone, and is the same in every process."""
     return random.Random(repr(words)).getrandbits(62)
 
 
-def _rounded(x: float) -> float:
-    return float(f"{x:.{DIGITS}g}")
+def _generator(*words: object) -> Generator:
+    return Generator().manual_seed(_seed(*words))

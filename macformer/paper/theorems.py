@@ -16,15 +16,7 @@ from torch import Generator, Tensor
 from macformer.attention import SoftmaxAttention
 from macformer.features import RandomMaclaurin
 from macformer.kernels import KERNELS
-from macformer.paper.finding import (
-    Finding,
-    Verdict,
-    at_most,
-    binomial,
-    is_nothing,
-    student,
-    worst,
-)
+from macformer.paper.finding import Finding, Interval, all_between, binomial, found, is_zero, judge, student, worst
 from macformer.paper.similarity import FORMULAS
 from macformer.ppsbn import PostSBN, PreSBN
 
@@ -41,18 +33,19 @@ UNBIASED = 0.005  # relative: a bias below this is none
 TAMED = 0.01  # NMSE
 RARE = 0.001  # share of features that may leave an interval they all should lie in
 RESTORED = 0.1  # share of the squared deviation that may be missing
+Make = Callable[..., Tensor]  # (*shape, generator=): rows
 
 
 def unit(rows: int, d: int, rng: Generator) -> Tensor:
-    """Random rows after pre-SBN."""
+    """Make random rows and apply pre-SBN."""
     return PreSBN(EPS)(torch.randn(1, 1, rows, d, generator=rng))[0, 0]
 
 
 def draws(kernel: str, rows: list[Tensor], chunks: int, p: float = 2.0) -> Iterator[list[Tensor]]:
-    """phi of each of these (n, d), divided by d^(1/4): (n, FEATURES), features in random order, unit scale (D = 1)."""
+    """Yield phi of each of these rows / d^(1/4): (n, d) -> (n, FEATURES), in random order, on the scale of D = 1."""
     d = rows[0].shape[-1]
     for seed in range(chunks):
-        rng = torch.Generator().manual_seed(seed)
+        rng = Generator().manual_seed(seed)
         feature_map = RandomMaclaurin(d, FEATURES, kernel, p, generator=rng)
         order = torch.randperm(FEATURES, generator=rng)
         yield [feature_map(x * d**-0.25)[:, order] * FEATURES**0.5 for x in rows]
@@ -66,52 +59,37 @@ def theorem1(effort: int) -> Iterator[Finding]:
 
 
 def kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
-    figures: list[dict[str, Any]] = []
-    verdicts = []
-    for kernel in kernels:
-        for t, samples in _relative(kernel, chunks).items():
-            off = student([sample - 1 for sample in samples], comparisons=len(kernels) * len(COSINES))
-            figures.append({"kernel": kernel, "t": t, "relative_bias": off.value, "low": off.low, "high": off.high})
-            verdicts.append(is_nothing(off, UNBIASED))
-    largest = max(figures, key=lambda figure: abs(figure["relative_bias"]))
-    widest = max(figure["high"] - figure["low"] for figure in figures) / 2
-    return Finding(
-        "T1 kernel estimate",
-        "Definition 3, Theorem 1",
-        "Phi(x).Phi(y) is an unbiased estimate of K(x.y), for each of the five kernels "
-        f"(a bias below {100 * UNBIASED}% of K is none)",
-        f"mean of {chunks * FEATURES:,} features against K at {len(COSINES)} logits within 1/sqrt({HEAD_DIM}): the "
-        f"largest difference is {100 * largest['relative_bias']:+.2f}% ({largest['kernel']}, t = {largest['t']:.3g}), "
-        f"{verdicts.count('not reproduced')} of {len(figures)} intervals miss K, the widest is ±{100 * widest:.2f}%",
-        worst(verdicts),
-        "python -m scripts.claims T1",
-        {"intervals": figures},
-    )
+    biases = {
+        (kernel, t): student([sample - 1 for sample in samples], comparisons=len(kernels) * len(COSINES))
+        for kernel in kernels
+        for t, samples in _relative(kernel, chunks).items()
+    }
+    verdicts = [is_zero(bias, UNBIASED) for bias in biases.values()]
+    (kernel, t), largest = max(biases.items(), key=lambda item: abs(item[1].value))
+    figures = [
+        {"kernel": kernel, "t": t, "relative_bias": bias.value, "low": bias.low, "high": bias.high}
+        for (kernel, t), bias in biases.items()
+    ]
+    words: dict[str, Any] = {"features": chunks * FEATURES, "logits": len(COSINES), "d": HEAD_DIM, "total": len(biases)}
+    widest, missed = max(bias.high - bias.low for bias in biases.values()) / 2, verdicts.count("not reproduced")
+    words |= {"kernel": kernel, "t": t, "largest": largest.value, "widest": widest, "missed": missed}
+    return found("T1 kernel estimate", worst(verdicts), {"intervals": figures}, words | {"margin": UNBIASED})
 
 
 def any_p(kernel: str, p: float, chunks: int) -> Finding:
-    """The printed scale a_N p^(N+1) is that of our features times p - 1, which normalises P[N]."""
+    """The printed scale a_N p^(N+1) is that of our features times p - 1, which normalises P[N] (erratum 4)."""
     estimates = next(iter(_relative(kernel, chunks, p).values()))
-    ours, printed = student([x - 1 for x in estimates], 2), student([x * (p - 1) - 1 for x in estimates], 2)
-    verdict = is_nothing(printed, UNBIASED)
-    if verdict == "not reproduced" and is_nothing(ours, UNBIASED) == "reproduced":
+    ours, printed = (student([scale * x - 1 for x in estimates], 2) for scale in (1, p - 1))
+    verdict = is_zero(printed, UNBIASED)
+    if verdict == "not reproduced" and is_zero(ours, UNBIASED) == "reproduced":
         verdict = "reproduced with a correction"
-    return Finding(
-        "T1 any p",
-        "Definition 3",
-        f"that holds for any p > 1 (here: p = {p:g}, {kernel})",
-        f"1/p^(N+1) adds up to {1 / (p - 1):g}. With these odds, normalised, and the printed scale the estimate is off "
-        f"by {100 * printed.value:+.1f}% ({100 * printed.low:.1f} to {100 * printed.high:.1f}%), with a factor p - 1 "
-        f"in P[N] and scale by {100 * ours.value:+.2f}% ({100 * ours.low:.2f} to {100 * ours.high:.2f}%)",
-        verdict,
-        "python -m scripts.claims T1",
-        {name: [i.value, i.low, i.high] for name, i in (("printed", printed), ("ours", ours))},
-    )
+    words = {"p": p, "kernel": kernel, "total": 1 / (p - 1)}
+    return found("T1 any p", verdict, {"printed": printed, "ours": ours}, words)
 
 
 def _relative(kernel: str, chunks: int, p: float = 2.0) -> dict[float, list[float]]:
-    """logit -> the mean estimate of each chunk over K: rows of unit length with angles of these COSINES."""
-    rng = torch.Generator().manual_seed(0)
+    """Logit -> the mean estimate of each chunk, divided by K. The rows have unit length and angles of these COSINES."""
+    rng = Generator().manual_seed(0)
     x, z = torch.linalg.qr(torch.randn(HEAD_DIM, 2, generator=rng)).Q.mT
     cosines = torch.tensor(COSINES)
     y = cosines.unsqueeze(1) * x + (1 - cosines**2).sqrt().unsqueeze(1) * z
@@ -122,69 +100,50 @@ def _relative(kernel: str, chunks: int, p: float = 2.0) -> dict[float, list[floa
 
 
 def sums(kernel: str, chunks: int) -> list[Finding]:
-    """Squared bias of the estimated sums and of their ratio, relative to the square of what is estimated."""
-    rng = torch.Generator().manual_seed(1)
+    """The bias of the estimated sums and of their ratio, relative to what is estimated (erratum 5)."""
+    rng = Generator().manual_seed(1)
     q, k = unit(8, HEAD_DIM, rng), unit(32, HEAD_DIM, rng)
     v = torch.randn(32, HEAD_DIM, generator=rng).double()
     weights = KERNELS[kernel].value((q.double() @ k.double().mT) * HEAD_DIM**-0.5)
-    numerator, denominator = weights @ v, weights.sum(-1, keepdim=True)
-    attention = numerator / denominator
-    found: dict[str, list[float]] = {f"{what} {D}": [] for what in ("num", "den", "ratio") for D in WIDTHS}
-    negative = dict.fromkeys(WIDTHS, 0)
+    exact = _with_ratio(weights @ v, weights.sum(-1, keepdim=True))
+    squares: dict[str, dict[int, list[float]]] = {name: {D: [] for D in WIDTHS} for name in exact}
+    negative, maps = dict.fromkeys(WIDTHS, 0), {D: chunks * FEATURES // D for D in WIDTHS}
     for phi_q, phi_k in draws(kernel, [q, k], chunks):
         for D in WIDTHS:
-            per_map = (phi.unflatten(1, (-1, D)).transpose(0, 1) for phi in (phi_q, phi_k))
-            estimate = torch.bmm(next(per_map), next(per_map).mT).double() / D  # (M, queries, keys)
-            num, den = estimate @ v, estimate.sum(-1, keepdim=True)
-            negative[D] += int((den <= 0).sum())
-            found[f"num {D}"].append(squared_bias(num - numerator, numerator))
-            found[f"den {D}"].append(squared_bias(den - denominator, denominator))
-            found[f"ratio {D}"].append(squared_bias(num / den - attention, attention))
-    squares = {name: student(samples, comparisons=len(WIDTHS)) for name, samples in found.items()}
-    maps = {D: chunks * FEATURES // D for D in WIDTHS}
+            of_q, of_k = (phi.unflatten(1, (-1, D)).transpose(0, 1) for phi in (phi_q, phi_k))
+            estimate = torch.bmm(of_q, of_k.mT).double() / D  # (M, queries, keys)
+            estimates = _with_ratio(estimate @ v, estimate.sum(-1, keepdim=True))
+            negative[D] += int((estimates["denominator"] <= 0).sum())
+            for name, truth in exact.items():
+                squares[name][D].append(squared_bias(estimates[name] - truth, truth))
+    square = {name: {D: student(of[D], comparisons=len(WIDTHS)) for D in WIDTHS} for name, of in squares.items()}
+    biases = {
+        name: {D: Interval(*(math.sqrt(max(0.0, x)) for x in interval)) for D, interval in of.items()}
+        for name, of in square.items()
+    }
 
-    def biases(what: str) -> dict[str, list[float]]:
-        return {str(D): [_root(x) for x in (s.value, s.low, s.high)] for D in WIDTHS for s in [squares[f"{what} {D}"]]}
+    def unbiased(name: str, D: int = WIDTHS[1]) -> Finding:
+        verdict, bias = is_zero(square[name][D], UNBIASED**2), biases[name]
+        return found(f"T1 {name}", verdict, {"relative_bias": bias}, {"D": D, "bias": bias[D], "draws": maps[D]})
 
-    def unbiased(what: str, name: str) -> Finding:
-        D, of = WIDTHS[1], squares[f"{what} {WIDTHS[1]}"]
-        return Finding(
-            f"T1 {name}",
-            "Theorem 1, its proof",
-            f"the estimated {name} has the exact {name} for its mean",
-            f"|bias| / |{name}| at D = {D}: {100 * _root(of.value):.2f}%, at most {100 * _root(of.high):.2f}% "
-            f"({maps[D]:,} draws)",
-            is_nothing(of, UNBIASED**2),
-            "python -m scripts.claims T1",
-            {"relative_bias": biases(what)},
-        )
-
-    first, last = (squares[f"ratio {D}"] for D in (WIDTHS[0], WIDTHS[-1]))
-    at_each = [squares[f"ratio {D}"] for D in WIDTHS]
-    exponent = (
-        math.log(_root(last.value) / _root(first.value)) / math.log(WIDTHS[-1] / WIDTHS[0])
-        if first.value > 0 < last.value
-        else 0.0
-    )
-    verdict: Verdict = worst([is_nothing(of, UNBIASED**2) for of in at_each])
-    vanishes = last.high < first.low and _root(last.high) < UNBIASED
+    least, most = WIDTHS[0], WIDTHS[-1]
+    first, last = biases["ratio"][least], biases["ratio"][most]
+    exponent = math.log(last.value / first.value) / math.log(most / least) if first.value > 0 < last.value else 0.0
+    verdict = worst([is_zero(of, UNBIASED**2) for of in square["ratio"].values()])
+    vanishes = square["ratio"][most].high < square["ratio"][least].low and last.high < UNBIASED
     if verdict == "not reproduced" and vanishes:
         verdict = "reproduced with a correction"
-    ratio = Finding(
-        "T1 ratio (RMFA)",
-        "Theorem 1",
-        "RMFA, the ratio of the two, has kernelised attention for its mean",
-        "|bias| / |attention| is "
-        + ", ".join("{:.2g} ({:.2g} to {:.2g})".format(*each) for each in biases("ratio").values())
-        + f" at D = {', '.join(map(str, WIDTHS))}"
-        + (f", falling like D^{exponent:.2f}: consistent, but not unbiased" if vanishes else "")
-        + f"; {negative[WIDTHS[0]]:,} denominators of {8 * maps[WIDTHS[0]]:,} at D = {WIDTHS[0]} are not positive",
-        verdict,
-        "python -m scripts.claims T1",
-        {"relative_bias": biases("ratio"), "exponent_of_D": exponent, "draws": {str(D): maps[D] for D in WIDTHS}}
-        | {"denominators_not_positive": {str(D): count for D, count in negative.items()}},
-    )
-    return [unbiased("num", "numerator"), unbiased("den", "denominator"), ratio]
+    figures = {"relative_bias": biases["ratio"], "exponent_of_D": exponent, "draws": maps}
+    figures["denominators_not_positive"] = negative
+    words = {"D": least, "negative": negative[least], "total": 8 * maps[least], "widths": ", ".join(map(str, WIDTHS))}
+    words["biases"] = ", ".join(f"{bias:.2g}" for bias in biases["ratio"].values())
+    words["falling"] = f", falling like D^{exponent:.2f}: consistent, but not unbiased" if vanishes else ""
+    ratio = found("T1 ratio (RMFA)", verdict, figures, words)
+    return [unbiased("numerator"), unbiased("denominator"), ratio]
+
+
+def _with_ratio(numerator: Tensor, denominator: Tensor) -> dict[str, Tensor]:
+    return {"numerator": numerator, "denominator": denominator, "ratio": numerator / denominator}
 
 
 def squared_bias(errors: Tensor, truth: Tensor) -> float:
@@ -192,10 +151,6 @@ def squared_bias(errors: Tensor, truth: Tensor) -> float:
     flat = errors.flatten(1)
     pairs = flat.sum(0).square().sum() - flat.square().sum()
     return float(pairs / (len(flat) * (len(flat) - 1)) / truth.square().sum())
-
-
-def _root(square: float) -> float:
-    return math.sqrt(max(0.0, square))
 
 
 @dataclass(frozen=True)
@@ -208,7 +163,7 @@ class Case:
 
 
 def random_case(d: int, size: float) -> Case:
-    rng = torch.Generator().manual_seed(2)
+    rng = Generator().manual_seed(2)
     q, k = unit(1, d, rng) * size, unit(32, d, rng) * size
     return Case(q, k, 2 * torch.rand(32, generator=rng) - 1)
 
@@ -216,93 +171,73 @@ def random_case(d: int, size: float) -> Case:
 def aligned_case(d: int, size: float) -> Case:
     """Half of the keys have the query's direction and the value 1, half the opposite one and -1."""
     # Pre-SBN would centre a row of one number to zero.
-    row = size * (unit(1, d, torch.Generator().manual_seed(2)) if d > 1 else torch.ones(1, 1))
+    row = size * (unit(1, d, Generator().manual_seed(2)) if d > 1 else torch.ones(1, 1))
     signs = torch.tensor([1.0, -1.0]).repeat(16)
     return Case(row, signs.unsqueeze(1) * row, signs)
 
 
 def theorem2(effort: int) -> Iterator[Finding]:
-    """The tail bound 2D exp(-D eps^2 / 2L^2) with L = 1, where |v| <= 1."""
-    chunks, one = 32 * effort, HEAD_DIM**0.25  # rows of this length have logits up to 1
-    yield bound_holds(
-        "T2 random rows",
-        f"random rows of length 1, d = {HEAD_DIM}, the paper's setting",
-        tails(random_case(HEAD_DIM, 1.0), chunks),
-        tails(random_case(HEAD_DIM, one), chunks),
-    )
-    yield bound_holds(
-        "T2 aligned rows",
-        f"aligned rows of length 1, d = {HEAD_DIM}",
-        tails(aligned_case(HEAD_DIM, 1.0), chunks),
-        tails(aligned_case(HEAD_DIM, one), chunks),
-    )
-    yield bound_holds(
-        "T2 aligned rows, d = 1", "aligned rows of length 1, d = 1, logits up to 1", tails(aligned_case(1, 1.0), chunks)
-    )
+    """The tail bound 2D exp(-D eps^2 / 2L^2) with L = 1, where |v| <= 1 (erratum 5)."""
+    chunks, longer = 32 * effort, HEAD_DIM**0.25  # rows of this length have logits up to 1
+    for claim, case in (("T2 random rows", random_case), ("T2 aligned rows", aligned_case)):
+        yield bound_holds(claim, tails(case(HEAD_DIM, 1.0), chunks), tails(case(HEAD_DIM, longer), chunks))
+    yield bound_holds("T2 aligned rows, d = 1", tails(aligned_case(1, 1.0), chunks), d=1)
     yield premise(random_case(HEAD_DIM, 1.0), chunks)
 
 
 def tails(case: Case, chunks: int) -> list[dict[str, Any]]:
-    """How many errors are beyond eps, at the eps where the bound is one of TAILS."""
+    """Count how many errors are beyond eps, for each eps at which the bound is one of TAILS."""
     weights = torch.exp(case.q.double() @ case.k.double().mT * case.q.shape[-1] ** -0.5)
     attention = float(weights @ case.v.double() / weights.sum())
-    found = []
+    tails = []
     for D, outputs in _outputs(case, BOUND_WIDTHS, chunks).items():
         errors = (outputs - attention).abs()
         for bound in (bound for bound in TAILS if bound * len(errors) >= HITS):
             eps = math.sqrt(2 * math.log(2 * D / bound) / D)
             beyond = binomial(int((errors > eps).sum()), len(errors), len(BOUND_WIDTHS) * len(TAILS))
             quantile = float(errors.kthvalue(math.ceil((1 - bound) * len(errors))).values)
-            found.append(
+            tails.append(
                 {"D": D, "eps": eps, "bound": bound, "draws": len(errors), "quantile": quantile}
-                | {"beyond": beyond.value, "low": beyond.low, "high": beyond.high, "verdict": at_most(beyond, bound)}
+                | {"beyond": beyond.value, "low": beyond.low, "high": beyond.high}
+                | {"verdict": all_between([beyond], high=bound)}
             )
-    return found
+    return tails
 
 
 def _outputs(case: Case, widths: Sequence[int], chunks: int) -> dict[int, Tensor]:
-    """D -> RMFA of every draw (M,); infinite where it is 0 / 0."""
+    """D -> the output of RMFA for every draw (M,); infinite where it is 0 / 0."""
     added = [
         torch.stack([phi_q[0] * (case.v @ phi_k), phi_q[0] * phi_k.sum(0)]).double()
         for phi_q, phi_k in draws("exp", [case.q, case.k], chunks)
     ]  # (2, FEATURES) each: what every single feature adds to numerator and denominator
-    found = {}
+    outputs = {}
     for D in widths:
         num, den = torch.cat([each.unflatten(1, (-1, D)).sum(-1) for each in added], 1)
-        found[D] = (num / den).nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return found
+        outputs[D] = (num / den).nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return outputs
 
 
-def bound_holds(id: str, what: str, found: list[dict[str, Any]], to_one: list[dict[str, Any]] | None = None) -> Finding:
-    """Judged by `found`. `to_one`, of longer rows with logits up to 1, is told as well."""
-    verdicts, last = [tail["verdict"] for tail in found], found[-1]
-    told = [_violations(found)]
-    told.append(
+def bound_holds(
+    claim: str, beyond: list[dict[str, Any]], longer: list[dict[str, Any]] | None = None, d: int = HEAD_DIM
+) -> Finding:
+    """Judge by `beyond`. The sentence has the tails of `longer` rows, with logits up to 1, as well."""
+    last, verdict = beyond[-1], worst([tail["verdict"] for tail in beyond])
+    quantile = (
         f"{100 - 100 * last['bound']:g}% of the errors at D = {last['D']} are below {last['quantile']:.2g} L, "
         f"where the bound says {last['eps']:.2f} L"
     )
-    if to_one:
-        told.append(f"For longer rows, logits up to 1, of which the theorem does not speak: {_violations(to_one)}")
-    return Finding(
-        id,
-        "Theorem 2",
-        f"P(|RMFA - attention| > eps) is at most 2D exp(-D eps^2 / 2L^2): {what}",
-        ". ".join(told),
-        worst(verdicts),
-        "python -m scripts.claims T2",
-        {"tails": found, "tails_of_logits_to_1": to_one},
-    )
+    words = {"d": d, "violations": _violations(beyond), "quantile": quantile, "longer": _violations(longer or [])}
+    return found(claim, verdict, {"tails": beyond, "tails_of_logits_to_1": longer}, words)
 
 
-def _violations(found: list[dict[str, Any]]) -> str:
-    above = [tail for tail in found if tail["verdict"] == "not reproduced"]
+def _violations(tails: list[dict[str, Any]]) -> str:
+    above = [tail for tail in tails if tail["verdict"] == "not reproduced"]
     if not above:
-        return f"none of {len(found)} tails is above the bound"
-    at = dict.fromkeys(tail["D"] for tail in above)
+        return f"none of {len(tails)} tails is above the bound"
+    at = ", ".join(dict.fromkeys(str(tail["D"]) for tail in above))
     highest = max(above, key=lambda tail: tail["low"] / tail["bound"])
     return (
-        f"{len(above)} of {len(found)} tails are above the bound (at D = {', '.join(map(str, at))}), most of all "
-        f"at D = {highest['D']}: "
+        f"{len(above)} of {len(tails)} tails are above the bound (at D = {at}), most of all at D = {highest['D']}: "
         f"{100 * highest['beyond']:.2g}% are beyond eps = {highest['eps']:.2f} L, where it allows "
         f"{100 * highest['bound']:g}%"
     )
@@ -315,60 +250,38 @@ def premise(case: Case, chunks: int) -> Finding:
         D: binomial(int((outputs.abs() > 1 + 1e-4).sum()), len(outputs), len(widths))  # but for rounding
         for D, outputs in _outputs(case, widths, chunks).items()
     }
-    return Finding(
-        "T2 premise of the proof",
-        "Theorem 2, its proof",
-        f"RMFA lies in [-L, L], where |V| <= L (more than {100 * RARE}% outside, at any D, are too many)",
-        f"random rows of length 1, d = {HEAD_DIM}: outside are "
-        + ", ".join(
-            f"{100 * i.value:.2g}% ({100 * i.low:.2g} to {100 * i.high:.2g}%) at D = {D}" for D, i in outside.items()
-        )
-        + "; the proof uses it at D = 1",
-        worst([at_most(share, RARE) for share in outside.values()]),
-        "python -m scripts.claims T2",
-        {"share_outside": {str(D): [i.value, i.low, i.high] for D, i in outside.items()}},
-    )
+    shares = ", ".join(f"{share:.2g%} at D = {D}" for D, share in outside.items())
+    words = {"d": HEAD_DIM, "outside": shares, "rare": RARE}
+    return found("T2 premise of the proof", all_between(outside.values(), high=RARE), {"share_outside": outside}, words)
 
 
 def theorem3(effort: int) -> Iterator[Finding]:
     """(gamma attention(pre-SBN q, pre-SBN k))^beta against attention(q, k), with the best gamma and beta there are."""
-    yield restored("T3 normal V", "V ~ N(0, 1)", torch.randn, torch.randn, repeats=10 * effort)
-    yield restored("T3 positive V", "V ~ U(0, 1)", torch.rand, torch.randn, repeats=10 * effort)
+    yield restored("T3 normal V", torch.randn, torch.randn, repeats=10 * effort)
+    yield restored("T3 positive V", torch.rand, torch.randn, repeats=10 * effort)
     yield a_number(torch.randn)
     yield bounded(PreSBN(EPS), repeats=20 * effort)
 
 
-def a_number(values: Callable[..., Tensor]) -> Finding:
-    """Line 4 of Algorithm 1 as it is printed, and our form of it, at a beta that training soon gets to."""
-    rng = torch.Generator().manual_seed(0)
+def a_number(values: Make) -> Finding:
+    """Line 4 of Algorithm 1 as printed, and our form of it (erratum 7), at a beta that training soon gets to."""
+    rng = Generator().manual_seed(0)
     q, k, v = (make(1, 1, 256, HEAD_DIM, generator=rng) for make in (torch.randn, torch.randn, values))
     attended = SoftmaxAttention()(PreSBN(EPS)(q), PreSBN(EPS)(k), v)
     post = PostSBN(1, HEAD_DIM)
     with torch.no_grad():
         post.log_beta.fill_(math.log(0.9))
-        ours, printed = post(attended), attended**0.9
-    shares = {name: float(out.isnan().float().mean()) for name, out in (("printed", printed), ("ours", ours))}
-    verdict: Verdict = "not reproduced"
-    if shares["ours"] == 0:
-        verdict = "reproduced with a correction" if shares["printed"] else "reproduced"
-    return Finding(
-        "T3 post-SBN is a number",
-        "Algorithm 1, line 4",
-        "(gamma att)^beta, with trained gamma and beta, is what post-SBN returns",
-        f"at beta = 0.9 it is NaN for {100 * shares['printed']:.0f}% of attention's outputs, the negative ones "
-        f"(V random); in the form sign(y) |y|^beta, bent at 0 (PostSBN), for {100 * shares['ours']:.0f}%",
-        verdict,
-        "python -m scripts.claims T3",
-        {"share_nan": shares},
-    )
+        ours, printed = (float(out.isnan().float().mean()) for out in (post(attended), attended**0.9))
+    figures = {"share_nan": {"printed": printed, "ours": ours}}
+    return found("T3 post-SBN is a number", judge(not (ours or printed), not ours), figures)
 
 
 def bounded(normalise: Callable[[Tensor], Tensor], repeats: int) -> Finding:
-    """RMFA against the exact attention on the same inputs, raw and normalised, without our floor."""
+    """RMFA against the exact attention on the same inputs, raw and normalised, without our floor (erratum 6)."""
     logs: dict[str, list[float]] = {"raw": [], "normalised": []}
     negative = dict.fromkeys(logs, 0)
     for seed in range(repeats):
-        rng = torch.Generator().manual_seed(seed)
+        rng = Generator().manual_seed(seed)
         q, k, v = (torch.randn(1, 1, 256, HEAD_DIM, generator=rng).double() for _ in range(3))
         feature_map = RandomMaclaurin(HEAD_DIM, LRA_WIDTH, generator=rng).double()
         for name, rows in (("raw", (q, k)), ("normalised", (normalise(q), normalise(k)))):
@@ -379,25 +292,18 @@ def bounded(normalise: Callable[[Tensor], Tensor], repeats: int) -> Finding:
             negative[name] += int((total <= 0).sum())
     raw, normalised = (student(samples, comparisons=2) for samples in logs.values())
     goal, shares = math.log10(TAMED), [100 * count / (256 * repeats) for count in negative.values()]
-    return Finding(
-        "T3 pre-SBN bounds the error",
-        "Pre-post Scaling Batch Normalization",
-        "without control of the inputs' scale the approximation is not guaranteed; pre-SBN provides that "
-        f"(here: an NMSE below {TAMED})",
-        f"log10 NMSE at D = {LRA_WIDTH}, each against exact attention on its own inputs: {raw:.1f} on raw ones "
-        f"(normal), {normalised:.1f} after pre-SBN; denominators not positive: {shares[0]:.2g}% and {shares[1]:.2g}%",
-        "not reproduced" if raw.high < goal else at_most(normalised, goal),
-        "python -m scripts.claims T3",
-        {"log10_nmse": logs, "denominators_not_positive": negative},
-    )
+    verdict = "not reproduced" if raw.high < goal else all_between([normalised], high=goal)
+    figures = {"log10_nmse": logs, "denominators_not_positive": negative}
+    words = {"D": LRA_WIDTH, "raw": raw, "normalised": normalised, "negative": shares, "tamed": TAMED}
+    return found("T3 pre-SBN bounds the error", verdict, figures, words)
 
 
-def restored(id: str, name: str, values: Callable[..., Tensor], raw: Callable[..., Tensor], repeats: int) -> Finding:
-    """What is fitted to half of the queries is judged on the others."""
+def restored(claim: str, values: Make, raw: Make, repeats: int) -> Finding:
+    """Fit post-SBN, or one temperature, to half of the queries, and judge it on the others."""
     errors: dict[str, list[float]] = {"nothing": [], "post-SBN": [], "temperature": []}
     betas, sizes = [], []
     for seed in range(repeats):
-        rng = torch.Generator().manual_seed(seed)
+        rng = Generator().manual_seed(seed)
         q, k, v = (make(1, 1, 256, HEAD_DIM, generator=rng).double() for make in (raw, raw, values))
         small_q, small_k = PreSBN(EPS)(q), PreSBN(EPS)(k)
         given, target = (SoftmaxAttention()(*rows, v) for rows in ((small_q, small_k), (q, k)))
@@ -412,19 +318,9 @@ def restored(id: str, name: str, values: Callable[..., Tensor], raw: Callable[..
         betas.append(float(post.log_beta.detach().exp().median()))
         sizes.append(float((given - average).norm() / (target - average).norm()))
     left = {arm: student(samples, comparisons=len(errors)) for arm, samples in errors.items()}
-    return Finding(
-        id,
-        "Theorem 3",
-        "with the right gamma and beta, post-SBN makes of attention on pre-SBN inputs that on raw ones "
-        f"({name}; at most {RESTORED} of the deviation may be missing)",
-        f"squared error relative to |attention - mean(V)|^2: {left['nothing']:.2f} without post-SBN, "
-        f"{left['post-SBN']:.2f} with the best gamma, beta for each channel (median of beta {median(betas):.2g}), "
-        f"{left['temperature']:.2f} with one temperature on the logits instead. Pre-SBN leaves "
-        f"{100 * mean(sizes):.1f}% of the deviation from the mean",
-        at_most(left["post-SBN"], RESTORED),
-        "python -m scripts.claims T3",
-        {"error": {arm: [each.value, each.low, each.high] for arm, each in left.items()}, "beta": betas},
-    )
+    verdict = all_between([left["post-SBN"]], high=RESTORED)
+    words = {"median_beta": median(betas), "left": mean(sizes), "margin": RESTORED}
+    return found(claim, verdict, {"error": left, "beta": betas}, words)
 
 
 def fitted_power(given: Tensor, target: Tensor) -> PostSBN:
