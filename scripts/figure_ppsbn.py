@@ -1,173 +1,180 @@
 """The paper's second toy experiment (Figure 4): a Transformer that translates Multi30K, with and without ppSBN.
 
-    python -m scripts.figure_ppsbn                       # both arms, five seeds, preset small: an hour on two cores
-    python -m scripts.figure_ppsbn --full                # preset full, for a GPU
-    python -m scripts.figure_ppsbn paths.multi30k=FOLDER # any key of configs/translate.yaml
-    python -m scripts.figure_ppsbn --seeds 0,1 --output /tmp/figure attention=rmfa_exp
+    python -m scripts.figure_ppsbn                       # both arms, five seeds: an hour on two cores
+    python -m scripts.figure_ppsbn --multi30k FOLDER     # where Multi30K's files are
+    python -m scripts.figure_ppsbn --seeds 0,1 --epochs 2 --output /tmp/figure
 
-The runs are those of `python train.py -cn translate -m ppsbn=without,with seed=...`, over the cores of the machine
-(with --full one after the other): finished ones are not repeated, and after a kill the same command goes on.
+A run takes one thread of the CPU, and as many runs go side by side as there are cores. Finished runs are not repeated.
+Ctrl-C stops all; the same command goes on after the last whole epoch of each run.
 """
 
 import argparse
 import json
-import subprocess
+import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Sequence
+from multiprocessing import Process, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from lra_data.base import DataError
-from macformer.harness import config as configs
+from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.harness import record as records
-from macformer.harness.plan import RunPlan
 from macformer.paper import experiments
 from scripts.table import find_block, write_block
 
 try:
-    from macformer.paper import epochs
+    from macformer.paper import epochs, multi30k, translation
 except ModuleNotFoundError as error:
-    sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures]' (make setup does)")
+    sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures,translate]' (make setup does)")
+from macformer.paper.seq2seq import Settings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 SEEDS = "0,1,2,3,4"
 BEGIN, END = "<!-- written by `make figure-ppsbn` -->", "<!-- until here: ppsbn -->"
-ARMS = {False: "without", True: "with"}
+OPTIONS = [name for name in Settings.model_fields if name not in ("seed", "pre_sbn", "post_sbn")]
 
 
-def plans(seeds: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[bool, RunPlan]]:
-    """Each seed and arm; one sentence, as a ConfigError, for overrides that do not fit."""
-    for seed in seeds:
-        for ppsbn, option in ARMS.items():
-            words = [*overrides, f"ppsbn={option}", f"seed={seed}"]
-            config = configs.compose(*words, root="translate")
-            for key in ("force", "evaluate", "dry_run"):
-                if config[key]:
-                    raise configs.ConfigError(f"{key} is for single runs: python train.py -cn translate")
-            yield ppsbn, RunPlan(config, words)
+def train_all(runs: Sequence[Settings], corpus: multi30k.Corpus, results: Path, outputs: Path, jobs: int) -> int:
+    """Each run in a process of its own, `jobs` at a time; returns how many failed."""
+    waiting, running, failed = list(runs), list[Process](), 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                process = Process(target=_train, args=(waiting.pop(0), corpus, results, outputs))
+                process.start()
+                running.append(process)
+            wait([process.sentinel for process in running])
+            ended = [process for process in running if not process.is_alive()]
+            failed += sum(process.exitcode != 0 for process in ended)
+            running = [process for process in running if process not in ended]
+    finally:
+        for process in running:
+            process.terminate()
+            process.join()
+    return failed
 
 
-def finished(seeds: Sequence[str], overrides: Sequence[str]) -> Iterator[tuple[bool, records.Translation]]:
-    """The record of each arm and seed."""
-    fingerprint = ""
-    for ppsbn, plan in plans(seeds, overrides):
-        fingerprint = fingerprint or plan.task().fingerprint
-        file, _ = plan.record_and_checkpoint(fingerprint)
-        record = records.finished(file)
-        if not isinstance(record, records.Translation):
-            raise DataError(f"{file} is not there, or not finished: the runs above should have made it")
-        yield ppsbn, record
+def _train(settings: Settings, corpus: multi30k.Corpus, results: Path, outputs: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # If the parent is killed, this process ends, too: the same command, given again, must find its runs left alone.
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # type: ignore[union-attr]
+    name = f"{settings.model}, seed {settings.seed}"
+    try:
+        translation.run(settings, corpus, results, outputs)
+    except (FloatingPointError, DataError, OSError) as error:
+        sys.exit(f"error: {name}: {error}")
+    except (RuntimeError, MemoryError) as error:
+        if devices.is_out_of_memory(error):
+            sys.exit(f"error: {name}: out of memory: lower --jobs, or raise --steps-per-epoch (smaller batches)")
+        raise
 
 
-def sweep(words: Sequence[str]) -> int:
-    """train.py with these words. A Ctrl-C reaches it, too: it saves its checkpoints, and is waited for."""
-    with subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words]) as process:
-        while True:
-            try:
-                code = process.wait()
-                return code if code >= 0 else 128 - code
-            except KeyboardInterrupt:
-                continue
-
-
-def report_of(found: Sequence[tuple[bool, records.Translation]], command: str) -> dict[str, Any]:
+def report_of(found: Sequence[translation.Record], command: str) -> dict[str, Any]:
     """What the figure and the claims are made of. Code, machine and settings are the first run's, without ppSBN."""
-    first = found[0][1]
-    assert first.quality
-    model = {key: first.config["model"][key] for key in ("width", "heads", "layers")}
+    first, second, *_ = found
+    own = first.settings
+    defaults = not own.model_dump(exclude_defaults=True, exclude={"seed"})
     return {
         "code": first.code.model_dump(),
         "environment": first.environment.model_dump(),
-        "settings": model
-        | {
+        "settings": {
+            **own.model_dump(include={"width", "heads", "layers"}),
             "command": command,
-            "preset": first.config["trainer"]["name"],
-            "epochs": first.config["trainer"]["epochs"],
-            "vocabulary": first.config["task"]["data"]["vocabulary"],
+            "preset": "small" if defaults else "changed",
+            "epochs": own.epochs,
+            "vocabulary": own.vocabulary,
             "parameters": first.parameters,
-            "ppsbn_parameters": found[1][1].parameters - first.parameters,
-            "source": first.data.source,
-            "examples": first.data.examples,
-            "signature": first.quality.signature,
-            "search": "greedy" if first.quality.beam == 1 else f"{first.quality.beam} beams",
+            "ppsbn_parameters": second.parameters - first.parameters,
+            "source": first.source,
+            "examples": first.examples,
+            "signature": first.signature,
+            "search": "greedy",
         },
-        "runs": [_run(ppsbn, record) for ppsbn, record in found],
-    }
-
-
-def _run(ppsbn: bool, record: records.Translation) -> dict[str, Any]:
-    assert record.quality
-    assert record.time
-    return {
-        "ppsbn": ppsbn,
-        "seed": record.seed,
-        "run_id": record.run_id,
-        "bleu": record.quality.test_bleu,
-        "loss": record.quality.test_loss,
-        "perplexity": record.quality.test_perplexity,
-        "train_loss": record.history[-1].train_loss,
-        "seconds": record.time.total,
-        "history": [
-            point.model_dump(include={"step", "train_loss", "dev_loss", "dev_perplexity", "dev_bleu"})
-            for point in record.history
+        "runs": [
+            {
+                "ppsbn": run.settings.post_sbn,
+                "seed": run.settings.seed,
+                "run_id": run.run_id,
+                **run.test.model_dump(),
+                "train_loss": run.history[-1].train_loss,
+                "seconds": run.seconds["training"] + run.seconds["evaluation"] + run.seconds["pause"],
+                "history": [epoch.model_dump(exclude={"train_seconds"}) for epoch in run.history],
+            }
+            for run in found
         ],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="preset=full, for a GPU: one run after the other")
     parser.add_argument("--seeds", default=SEEDS, help=f"default: {SEEDS}")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "figures")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of configs/translate.yaml")
-    options = parser.parse_intermixed_args(arguments)
-    changes = [word for word in options.overrides if not word.startswith("paths.")]
-    seeds = sorted(set(options.seeds.split(",")))
-    overrides = [*["preset=full"][: options.full], *options.overrides]
-    home = options.output.resolve() == parser.get_default("output")
+    parser.add_argument("--multi30k", type=Path, default=ROOT / "data" / "multi30k", help="default: data/multi30k")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "figures", help="where the figure goes")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="where the records go: below runs/")
+    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="where the checkpoints go")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side; default: all cores")
+    for name in OPTIONS:
+        default = Settings.model_fields[name].default
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=f"default: {default}")
+    options = parser.parse_args(arguments)
     try:
-        if wrong := [word for word in options.overrides if "=" not in word]:
-            raise ValueError(f"{wrong[0]} is no key=value")
-        if wrong := [word for word in changes if word.lstrip("+").startswith(("seed=", "ppsbn="))]:
-            raise ValueError(f"{wrong[0]} is set here: --seeds, and both arms")
-        if not all(seed.lstrip("-").isdecimal() for seed in seeds):
-            raise ValueError(f"--seeds {options.seeds} should be whole numbers, as in 0,1,2")
-        if home and (changes or options.seeds != SEEDS):
-            raise ValueError("other keys or seeds need an --output: results/figures has the whole figure")
-        (_, first), *_ = plans(seeds, overrides)
-        first.task()
-        options.output.mkdir(parents=True, exist_ok=True)
-        find_block(BEGIN, END)  # all that can go wrong should do so now, not when the work is done
-        arms = "ppsbn=" + ",".join(ARMS.values())
-        where = ["sweep=joblib"][: not options.full]  # with --full there is one GPU for all
-        if code := sweep(["-cn", "translate", "-m", *where, *overrides, "seed=" + ",".join(seeds), arms]):
-            return code
-        found = list(finished(seeds, overrides))
-    except (configs.ConfigError, DataError, ValueError, OSError) as error:
+        return make_figure(options, parser.get_default("output"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "".join(f"--{str(name).replace('_', '-')} {first['input']}" for name in first["loc"])
+        said = first["msg"].removeprefix("Value error, ").replace("Input", option)
+        print(f"error: {said}", file=sys.stderr)
+    except (DataError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    if len({(record.code.commit, record.environment.device_name) for _, record in found}) > 1:
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on after the last whole epoch of each run", file=sys.stderr)
+        return 130
+    return 1
+
+
+def make_figure(options: argparse.Namespace, home: Path) -> int:
+    """Train what is not finished, and draw all. `home` is the folder of the committed figure."""
+    changed = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    if not all(seed.isdecimal() for seed in options.seeds.split(",")):
+        raise ValueError(f"--seeds {options.seeds} should be whole numbers, as in 0,1,2")
+    seeds = sorted(set(map(int, options.seeds.split(","))))
+    at_home = options.output.resolve() == home
+    if at_home and (changed or options.seeds != SEEDS):
+        raise ValueError("other settings or seeds need an --output: results/figures has the whole figure")
+    arms = [Settings(seed=seed, pre_sbn=on, post_sbn=on, **changed) for seed in seeds for on in (False, True)]
+    corpus = multi30k.load(options.multi30k, arms[0].vocabulary)
+    multi30k.batches(corpus.splits["train"].lengths, arms[0].steps_per_epoch, seed=0, epoch=0)
+    options.output.mkdir(parents=True, exist_ok=True)
+    find_block(BEGIN, END)  # all that can go wrong should do so now, not when the work is done
+    files_of = [translation.identify(run, corpus.fingerprint, options.results)[1] for run in arms]
+    left = [run for run, file in zip(arms, files_of, strict=True) if not translation.finished(file)]
+    print(f"{len(arms) - len(left)} of {len(arms)} runs are finished", flush=True)
+    if failed := train_all(left, corpus, options.results, options.outputs, max(1, options.jobs)):
+        raise DataError(f"{failed} of {len(left)} runs failed (see above)")
+    found = [record for file in files_of if (record := translation.finished(file))]
+    if len({(record.code.commit, record.environment.device_name) for record in found}) > 1:
         print("warning: these runs are of several commits or machines; the figure names the first", file=sys.stderr)
-    words = ["python -m scripts.figure_ppsbn"] + ["--full"] * options.full + changes
-    words += ["--seeds", options.seeds] * (options.seeds != SEEDS)
-    report = report_of(found, " ".join(words))
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in changed.items()]
+    words += [f"--seeds {options.seeds}"] * (options.seeds != SEEDS)
+    report = report_of(found, " ".join(["python -m scripts.figure_ppsbn", *words]))
     verdict, drawn = experiments.sentence4(report), epochs.draw(report)
-    contents = {
-        "ppsbn.json": (json.dumps(report, indent=1) + "\n").encode(),
-        "ppsbn.csv": epochs.csv(report).encode(),
-        "ppsbn.md": epochs.markdown(report, verdict).encode(),
-        "ppsbn.png": drawn.png,
-        "ppsbn.svg": drawn.svg,
-    }
-    for name, content in contents.items():
-        files.write(options.output / name, content)
-    if home:  # the README shows this very figure
+    contents: dict[str, str | bytes] = {"json": json.dumps(report, indent=1) + "\n", "csv": epochs.csv(report)}
+    contents |= {"md": epochs.markdown(report, verdict), "png": drawn.png, "svg": drawn.svg}
+    for ending, content in contents.items():
+        files.write(options.output / f"ppsbn.{ending}", content)
+    if at_home:  # the README shows this very figure
         write_block(BEGIN, END, f"{verdict} {epochs.reached(report)}\n")
-    print(verdict)
-    print(f"written to {options.output}: {', '.join(contents)}")
+    print(f"{verdict}\nwritten to {options.output}: ppsbn.{{{','.join(contents)}}}")
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -34,11 +34,11 @@ def one_thread() -> None:
 
 @pytest.fixture
 def composed() -> Iterator[Compose]:
-    """composed("model=rfa", ...) -> the configuration that train.py would get; root="translate": with -cn translate."""
+    """composed("model=rfa", ...) -> the configuration that train.py would get."""
 
-    def make(*overrides: str, root: str = "train") -> DictConfig:
+    def make(*overrides: str) -> DictConfig:
         try:
-            config = compose(root, list(overrides), return_hydra_config=True)
+            config = compose("train", list(overrides), return_hydra_config=True)
         except MissingConfigException as error:
             if error.missing_cfg_file == "hydra/launcher/ray":  # the others are installed by `make setup`
                 pytest.skip(explain(error))
@@ -107,10 +107,10 @@ def write_pairs(folder: Path, lines: int) -> None:
 
 @pytest.fixture(scope="session")
 def multi30k(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with a small Multi30K, made here."""
-    folder = tmp_path_factory.mktemp("translation")
+    """A folder with the files of a small Multi30K, made here."""
+    folder = tmp_path_factory.mktemp("multi30k")
     pairs = captions()
-    write_multi30k(folder / "multi30k", {"train": pairs[:300], "dev": pairs[300:324], "test": pairs[324:340]})
+    write_multi30k(folder, {"train": pairs[:300], "dev": pairs[300:324], "test": pairs[324:340]})
     return folder
 
 

@@ -10,8 +10,9 @@ import json
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +38,9 @@ class Code(Part):
 
 class Data(Part):
     fingerprint: str
-    source: Literal["lra", "multi30k", "stand-in", "generated"]
+    source: Literal["lra", "stand-in", "generated"]
     examples: dict[str, int]
-    majority: float | None  # share of the commonest test label: the best constant answer; None: there are no labels
+    majority: float  # share of the commonest test label: the best constant answer
 
 
 class Environment(Part):
@@ -94,37 +95,6 @@ class Quality(Part):
             raise ValueError(f"{8 * len(packed)} test outcomes for {self.test_examples} examples")
         return np.unpackbits(packed, count=self.test_examples).astype(bool)
 
-    def told(self, majority: float | None) -> str:
-        return (
-            f"test accuracy {self.test_accuracy:.2%} of {self.test_examples:,} (best dev "
-            f"{self.dev_accuracy:.2%} at step {self.dev_step:,}; the last weights {self.last_test_accuracy:.2%}; "
-            f"majority class {majority or 0:.2%})"
-        )
-
-
-class Translated(Part):
-    """How well a translator does on the test split: the weights with the best dev BLEU, and the last ones."""
-
-    test_bleu: float  # corpus BLEU of plain text
-    test_loss: float  # cross-entropy a token, in nats
-    test_perplexity: float
-    test_examples: int
-    test_tokens: int
-    dev_bleu: float  # the best
-    dev_step: int  # where it was reached
-    dev_examples: int
-    last_test_bleu: float
-    last_test_loss: float
-    signature: str  # of sacrebleu: which BLEU
-    beam: int
-
-    def told(self, majority: float | None) -> str:
-        return (
-            f"test BLEU {self.test_bleu:.2f}, loss {self.test_loss:.4f}, perplexity {self.test_perplexity:.2f} on "
-            f"{self.test_examples:,} texts (best dev BLEU {self.dev_bleu:.2f} at step {self.dev_step:,}; the last "
-            f"weights {self.last_test_bleu:.2f}; {self.signature})"
-        )
-
 
 class Time(Part):
     train_seconds: Annotated[float, Field(gt=0)]  # all steps, warm-up and waiting for data included; no evaluation
@@ -151,11 +121,8 @@ class Memory(Part):
     method: str
 
 
-class Evaluation(Part):
+class Point(Part):
     """One evaluation on the way."""
-
-    best_by: ClassVar[str]  # the field that says how good it is, and how it is written
-    form: ClassVar[str]
 
     step: int
     train_loss: float  # mean since the point before
@@ -163,37 +130,11 @@ class Evaluation(Part):
     learning_rate: float
     train_seconds: float
     telemetry: dict[str, float] = {}  # of each layer, if trainer.telemetry is on
-
-    @property
-    def merit(self) -> float:
-        return getattr(self, self.best_by)
-
-    @property
-    def shown(self) -> str:
-        return format(self.merit, self.form)
-
-    @classmethod
-    def measure(cls) -> str:
-        return cls.best_by.replace("_", " ").replace("bleu", "BLEU")
-
-
-class Point(Evaluation):
-    best_by, form = "dev_accuracy", "6.2%"
-
     dev_accuracy: float
 
 
-class Epoch(Evaluation):
-    best_by, form = "dev_bleu", "5.2f"
-
-    dev_perplexity: float
-    dev_bleu: float
-
-
-class Run(Part):
-    """What the records of all runs have."""
-
-    command: ClassVar[str]  # what made it
+class Record(Part):
+    """A run on LRA."""
 
     schema_version: int = SCHEMA
     run_id: str
@@ -211,10 +152,15 @@ class Run(Part):
     sessions: list[Session]
     concurrent: int | None  # the most of its sessions; None: not known of one of them
     parameters: int
-    quality: Any  # what it is, the children say
+    quality: Quality | None
     time: Time | None
     memory: Memory | None
-    history: Any
+    history: list[Point]
+    kind: Literal["lra"] = "lra"
+    differences: Differences
+    batch_size: int
+    padding: Literal["full", "trim"]
+    bucketing: bool
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -232,69 +178,57 @@ class Run(Part):
         return self
 
 
-class Record(Run):
-    """A run on LRA."""
-
-    command: ClassVar[str] = "python train.py"
-
-    kind: Literal["lra"] = "lra"
-    differences: Differences
-    batch_size: int
-    padding: Literal["full", "trim"]
-    bucketing: bool
-    quality: Quality | None
-    history: list[Point]
-
-
-class Translation(Run):
-    """A run of the translator."""
-
-    command: ClassVar[str] = "python train.py -cn translate"
-
-    kind: Literal["translation"] = "translation"
-    quality: Translated | None
-    history: list[Epoch]
+class OtherKind(ValueError):
+    """The file is a record, but not of a run on LRA."""
 
 
 def path(results: str | Path, config: dict[str, Any], run: str) -> Path:
     return Path(results) / "runs" / config["task"]["name"] / config["model"]["name"] / f"{run}.json"
 
 
-def read(file: Path) -> Record | Translation:
+def read(file: Path) -> Record:
     """A record, or ValueError with one sentence on what is wrong with the file."""
-    text = file.read_bytes()
-    try:
-        told = json.loads(text)
-    except ValueError:
-        told = None
-    told = told if isinstance(told, dict) else {}
-    if (version := told.get("schema_version", SCHEMA)) != SCHEMA:
+    text, parsed = file.read_bytes(), None
+    with suppress(ValueError):
+        parsed = json.loads(text)
+    parsed = parsed if isinstance(parsed, dict) else {}
+    if (kind := parsed.get("kind", "lra")) != "lra":
+        raise OtherKind(f"{file} is a record of kind {kind!r}, not of a run on LRA")
+    if (version := parsed.get("schema_version", SCHEMA)) != SCHEMA:
         raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew (CHANGELOG.md)")
     try:
-        return (Translation if told.get("kind") == "translation" else Record).model_validate_json(text)
+        return Record.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        said = " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
-        raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {said}") from None
+        raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {complaint(error)}") from None
 
 
-def finished(file: Path) -> Run | None:
+def complaint(error: ValidationError) -> str:
+    """The first key that is wrong, and what is wrong with it."""
+    first = error.errors()[0]
+    return " ".join([".".join(map(str, first["loc"])), first["msg"]]).strip()
+
+
+def finished(file: Path) -> Record | None:
     """The record of a run that need not be repeated: one that is there, whole, and ok."""
-    if not file.exists():
-        return None
     try:
         record = read(file)
+    except FileNotFoundError:
+        return None
     except ValueError as error:
         print(f"warning: {error}; it does not count as finished")
         return None
     return record if record.status == "ok" else None
 
 
-def summary(record: Run) -> str:
+def summary(record: Record) -> str:
     """A few lines for the screen at the end of a run."""
     lines = [f"{record.status}: {record.message}"] if record.status != "ok" else []
     if quality := record.quality:
-        lines.append(quality.told(record.data.majority))
+        lines.append(
+            f"test accuracy {quality.test_accuracy:.2%} of {quality.test_examples:,} (best dev "
+            f"{quality.dev_accuracy:.2%} at step {quality.dev_step:,}; the last weights "
+            f"{quality.last_test_accuracy:.2%}; majority class {record.data.majority:.2%})"
+        )
     if time := record.time:
         steps = " / ".join(f"{1000 * seconds:.3g}" for seconds in (time.step_p10, time.step_p50, time.step_p90))
         lines.append(
@@ -303,51 +237,47 @@ def summary(record: Run) -> str:
             f"harness {duration(time.pause_seconds)}"
         )
     if memory := record.memory:
-        parts = [f"peak memory of training {mebibytes(memory.peak_bytes)}"]
-        if memory.evaluation_peak_bytes is not None:
-            parts.append(f"of evaluation {mebibytes(memory.evaluation_peak_bytes)}")
-        if memory.resident_peak_bytes is not None:
-            parts.append(f"of the process {mebibytes(memory.resident_peak_bytes)}")
-        lines.append(", ".join(parts))
+        peaks = {"training": memory.peak_bytes, "evaluation": memory.evaluation_peak_bytes}
+        peaks |= {"the process": memory.resident_peak_bytes}
+        known = (f"of {what} {mebibytes(peak)}" for what, peak in peaks.items() if peak is not None)
+        lines.append(f"peak memory {', '.join(known)}")
     return "\n".join(lines)
 
 
-def show(record: Run) -> str:
+def show(record: Record) -> str:
     """The whole record for a person, without the single test outcomes."""
-    commit = "not a git checkout"
-    if record.code.commit:
-        commit = record.code.commit[:12] + (" with changes" if record.code.dirty else "")
+    changes = " with changes" if record.code.dirty else ""
+    commit = f"{record.code.commit[:12]}{changes}" if record.code.commit else "not a git checkout"
     environment, sizes = record.environment, " / ".join(f"{count:,}" for count in record.data.examples.values())
     threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
     lines = [
         f"{record.run_id}: {record.model} ({record.parameters:,} parameters) on {record.task}, seed {record.seed}, "
         f"{record.steps_done:,} steps",
-        f"command      {record.command} {' '.join(record.overrides)}".rstrip(),
+        f"command      python train.py {' '.join(record.overrides)}".rstrip(),
         f"code         {commit}",
         f"data         {record.data.source}: {sizes} examples, fingerprint {record.data.fingerprint[:12]}",
         f"environment  {environment.device_name} ({environment.device}), {threads}, "
         f"{environment.precision}, torch {environment.torch}, Python {environment.python}",
     ]
     lines += [
-        f"session      {session.began} from step {session.first_step:,}, commit {str(session.commit)[:12]}, "
-        f"{session.device_name}"
-        for session in record.sessions
+        f"session      {s.began} from step {s.first_step:,}, commit {str(s.commit)[:12]}, {s.device_name}"
+        for s in record.sessions
         if len(record.sessions) > 1
     ]
     lines += ["", summary(record)]
     if record.memory:
         lines.append(f"  memory: {record.memory.method}")
     if record.history:
-        lines += ["", f"    step  train loss  dev loss  {record.history[0].measure():>12}  learning rate     time"]
+        lines += ["", "    step  train loss  dev loss  dev accuracy  learning rate     time"]
         lines += [
-            f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.shown:>12}  {p.learning_rate:13.2e}  "
+            f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}  {p.learning_rate:13.2e}  "
             f"{duration(p.train_seconds):>7}"
             for p in record.history
         ]
     return "\n".join(lines)
 
 
-def write(record: Run, file: Path) -> None:
+def write(record: Record, file: Path) -> None:
     files.write(file, record.model_dump_json(indent=2) + "\n")
 
 

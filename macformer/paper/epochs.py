@@ -15,11 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from macformer.report.figures import STYLE, Drawn, saved
 
 ARMS = {True: ("with ppSBN", "#0072B2", "-"), False: ("without", "#000000", "--")}  # Okabe and Ito's, as in figures.py
-PANELS = {  # of a point -> title of the panel
-    "dev_loss": "(a) loss",
-    "dev_perplexity": "(b) perplexity",
-    "dev_bleu": "(c) BLEU",
-}
+PANELS = {"dev_loss": "(a) loss", "dev_perplexity": "(b) perplexity", "dev_bleu": "(c) BLEU"}  # of an epoch -> title
 COLUMNS = ("train_loss", *PANELS)
 METRICS = {  # of a run -> what it is called, the digits that are shown
     "bleu": ("BLEU", 2),
@@ -31,21 +27,13 @@ Report = dict[str, Any]
 
 
 def csv(report: Report) -> str:
-    """One row a run and epoch."""
-    lines = [",".join(["ppsbn", "seed", "epoch", "step", *COLUMNS])]
+    """One row for each run and epoch."""
+    lines = ["ppsbn,seed,epoch,step," + ",".join(COLUMNS)]
     for run in report["runs"]:
-        lines += [
-            ",".join(
-                [
-                    "with" if run["ppsbn"] else "without",
-                    str(run["seed"]),
-                    str(epoch),
-                    str(point["step"]),
-                    *(f"{point[column]:.5f}" for column in COLUMNS),
-                ]
-            )
-            for epoch, point in enumerate(run["history"], 1)
-        ]
+        arm = "with" if run["ppsbn"] else "without"
+        for epoch, point in enumerate(run["history"], 1):
+            values = ",".join(f"{point[column]:.5f}" for column in COLUMNS)
+            lines.append(f"{arm},{run['seed']},{epoch},{point['step']},{values}")
     return "\n".join(lines) + "\n"
 
 
@@ -75,57 +63,48 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def _minutes(runs: Sequence[dict[str, Any]]) -> str:
-    """Of the shortest and the longest: what else the machine does shows more than the seed."""
-    minutes = sorted(run["seconds"] / 60 for run in runs)
-    return f"{minutes[0]:.1f} to {minutes[-1]:.1f}"
+def _minutes(report: Report, ppsbn: bool) -> str:
+    """Of the shortest and the longest run: the machine's other work shows more than the seed."""
+    minutes = [run["seconds"] / 60 for run in of_arm(report, ppsbn)]
+    return f"{min(minutes):.1f} to {max(minutes):.1f}"
 
 
 def reached(report: Report) -> str:
     """How far the arm without ppSBN came, and how long that took."""
-    runs, machine = of_arm(report, ppsbn=False), report["environment"]
-    bleu, minutes = spread([run["bleu"] for run in runs], 2), _minutes(runs)
+    own, machine, runs = report["settings"], report["environment"], of_arm(report, ppsbn=False)
     return (
-        f"Without ppSBN the preset `{report['settings']['preset']}` reaches a test BLEU of {bleu} in {minutes} minutes "
-        f"a run, evaluation included ({len(runs)} seeds; {machine['threads']} thread of {machine['device_name']})."
+        f"Without ppSBN the preset `{own['preset']}` reaches a test BLEU of {spread([run['bleu'] for run in runs], 2)} "
+        f"in {_minutes(report, False)} minutes a run, evaluation included ({len(runs)} seeds; {machine['threads']} "
+        f"thread of {machine['device_name']})."
     )
 
 
 def markdown(report: Report, verdict: str) -> str:
     """`verdict`: the sentence on whether the paper's claim holds."""
-    lines = [
-        "# ppSBN in a Transformer that translates (the paper's Figure 4)",
-        "",
-        f"`{report['settings']['command']}` at commit {str(report['code']['commit'])[:12]}. {caption(report)}",
-        "",
-        f"{verdict} {reached(report)}",
-        "",
-        "![curves](ppsbn.png)",
-        "",
-        f"On the {report['settings']['examples']['test']:,} test pairs, with the weights of the best dev BLEU (mean ± "
-        "standard deviation over the seeds):",
-        "",
-        "| | "
-        + " | ".join(f"{name} (seeds {', '.join(map(str, seeds(report)))})" for name, *_ in ARMS.values())
-        + " |",
-        "| --- | --- | --- |",
-    ]
+    own, numbers = report["settings"], ", ".join(map(str, seeds(report)))
+    rows = [["", *(f"{name} (seeds {numbers})" for name, *_ in ARMS.values())], ["---"] * 3]
     for metric, (name, digits) in METRICS.items():
-        row = []
-        for ppsbn in ARMS:
-            values = [run[metric] for run in of_arm(report, ppsbn)]
-            row.append(f"{spread(values, digits)} ({', '.join(f'{value:.{digits}f}' for value in values)})")
-        lines.append(f"| {name} | {' | '.join(row)} |")
-    minutes = (_minutes(of_arm(report, ppsbn)) for ppsbn in ARMS)
-    lines.append(f"| minutes of the whole run | {' | '.join(minutes)} |")
-    lines += [
-        "",
-        "Every epoch is in [ppsbn.csv](ppsbn.csv); the runs' records: "
-        + ", ".join(f"`{run['run_id']}`" for run in report["runs"])
-        + ".",
-        "",
-    ]
-    return "\n".join(lines)
+        arms = [[run[metric] for run in of_arm(report, ppsbn)] for ppsbn in ARMS]
+        each = [", ".join(f"{value:.{digits}f}" for value in values) for values in arms]
+        rows.append([name, *(f"{spread(v, digits)} ({e})" for v, e in zip(arms, each, strict=True))])
+    rows.append(["minutes of the whole run", *(_minutes(report, ppsbn) for ppsbn in ARMS)])
+    table = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+    records = ", ".join(f"`{run['run_id']}`" for run in report["runs"])
+    return f"""# ppSBN in a Transformer that translates (the paper's Figure 4)
+
+`{own["command"]}` at commit {str(report["code"]["commit"])[:12]}. {caption(report)}
+
+{verdict} {reached(report)}
+
+![curves](ppsbn.png)
+
+On the {own["examples"]["test"]:,} test pairs, with the weights of the best dev BLEU (mean ± standard deviation over \
+the seeds):
+
+{table}
+
+Every epoch is in [ppsbn.csv](ppsbn.csv); the runs' records: {records}.
+"""
 
 
 @mpl.rc_context(STYLE | {"font.size": 12, "axes.titlesize": 13, "legend.fontsize": 12})
@@ -134,16 +113,17 @@ def draw(report: Report) -> Drawn:
     figure = Figure((11, 4.6), layout="constrained")
     for panel, (metric, name) in zip(figure.subplots(1, 3), PANELS.items(), strict=True):
         for ppsbn, (label, colour, dash) in ARMS.items():
-            runs = of_arm(report, ppsbn)
             shown = {metric: 2.0} | ({"train_loss": 0.9} if metric == "dev_loss" else {})
             for column, width in shown.items():
-                by_epoch = list(zip(*([point[column] for point in run["history"]] for run in runs), strict=True))
+                runs = [[point[column] for point in run["history"]] for run in of_arm(report, ppsbn)]
+                by_epoch = list(zip(*runs, strict=True))
                 epochs = range(1, len(by_epoch) + 1)
                 look: dict[str, Any] = {"color": colour, "ls": dash, "lw": width}
-                labelled = {"label": label} if metric == "dev_loss" and column == metric else {}
-                panel.plot(epochs, [mean(values) for values in by_epoch], **look, **labelled)
-                low, high = [min(values) for values in by_epoch], [max(values) for values in by_epoch]
-                panel.fill_between(epochs, low, high, color=colour, alpha=0.15, lw=0)
+                look |= {"label": label} if column == "dev_loss" else {}
+                panel.plot(epochs, list(map(mean, by_epoch)), **look)
+                panel.fill_between(
+                    epochs, list(map(min, by_epoch)), list(map(max, by_epoch)), color=colour, alpha=0.15, lw=0
+                )
         panel.set(title=name, xlabel="epoch")
         panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     figure.legend(loc="outside upper center", ncols=2, title=title)

@@ -1,258 +1,254 @@
-"""Training for translation: batches of equal numbers of tokens, cross-entropy, BLEU; and decoding, greedy or by beams.
+"""Training a translator on Multi30K, on the CPU: epochs, evaluation, checkpoint and record."""
 
-The loop itself is in macformer/harness/loop.py. Knows no model and no data by name.
-
-Shapes: B texts, K beams, V vocabulary.
-"""
-
+import copy
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import sacrebleu
 import torch
-from numpy.typing import NDArray
-from pydantic import PositiveInt
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lra_data.base import DataError
 from macformer.harness import device as devices
-from macformer.harness.device import Precision
-from macformer.harness.loop import Arrays, Look, Loop, Rate, Tensors, WarmUp
-from macformer.harness.record import Epoch, Translated, Translation
+from macformer.harness import files
+from macformer.harness import record as records
+from macformer.harness.progress import duration
+from macformer.paper.multi30k import BEGIN, END, PAD, Corpus, batches
+from macformer.paper.seq2seq import LONGEST, Seq2Seq, Settings
 
-BEGIN, END = 1, 2  # ids that frame a target; 0 is padding
+CPU = torch.device("cpu")
+CLIP = 1.0  # gradients are clipped by value
+EPS = 1e-6  # of AdamW
 EVALUATED = 128  # texts that are translated together
-FEW = 4  # tokens of a greedy translation when memory is measured: the pass for the loss takes most of it
+ROOM = 2, 10  # a translation has at most 2 tokens for each of its source, and 10 more
 HIGHEST = 700.0  # loss whose exponential is still a number
-ROOM = 2, 10  # a translation has at most so many tokens for each of its source, and so many more
-Indices = NDArray[np.int64]
+STATEFUL = ("model", "optimizer", "schedule")  # their states go into the checkpoint
 
 
-class Pairs(Protocol):
-    @property
-    def references(self) -> Sequence[str]: ...
-    @property
-    def lengths(self) -> Indices: ...  # (pairs, 2)
-    def __len__(self) -> int: ...
-    def batch(self, indices: Indices) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+class Scores(records.Part):
+    bleu: float  # corpus BLEU of plain text
+    loss: float  # cross-entropy of a token, in nats
+    perplexity: float
 
 
-class Order(Protocol):
-    def indices(self, step: int) -> Indices: ...
+class Epoch(records.Part):
+    step: int  # the last one of the epoch
+    train_loss: float  # mean over its steps
+    dev_loss: float
+    dev_perplexity: float
+    dev_bleu: float
+    train_seconds: float  # since the run began
 
 
-class Vocabulary(Protocol):
-    def decode(self, ids: Sequence[int]) -> str: ...
+class Record(records.Part):
+    """A run that came to its end. Any other leaves only its checkpoint."""
+
+    kind: Literal["translation"] = "translation"
+    schema_version: Literal[4] = 4
+    run_id: str
+    settings: Settings
+    fingerprint: str  # of the data, as are source and examples
+    source: Literal["multi30k", "stand-in"]
+    examples: dict[str, int]
+    code: records.Code
+    environment: records.Environment
+    parameters: int
+    test: Scores  # of the weights with the best dev BLEU
+    last_test: Scores  # of the last weights
+    signature: str  # of sacrebleu: which BLEU
+    seconds: dict[devices.Account, float]  # training, evaluation, and pause: all else
+    resident_peak_bytes: int | None  # of the process that finished it
+    history: list[Epoch]
 
 
-class Corpus(Protocol):
-    @property
-    def splits(self) -> Mapping[str, Pairs]: ...
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-    def order(self, steps_per_epoch: int, seed: int) -> Order: ...
+def identify(settings: Settings, fingerprint: str, results: Path) -> tuple[str, Path]:
+    """A run's id and the file of its record. The id hashes the data and the settings that are not at their defaults."""
+    changed = settings.model_dump(exclude_defaults=True)
+    digest = hashlib.sha256(json.dumps([fingerprint, changed], sort_keys=True).encode()).hexdigest()
+    run_id = f"multi30k.{settings.model}.{settings.seed}.{digest[:8]}"
+    return run_id, results / "runs" / "multi30k" / settings.model / f"{run_id}.json"
 
 
-class Translator(Loop):
-    """The loop (its docstring has the keys that are not here) over `epochs` of `steps_per_epoch` batches.
+def finished(file: Path) -> Record | None:
+    """The record of a run that need not be repeated: one that is there and whole."""
+    try:
+        return Record.model_validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        print(f"warning: {file} is no record of a translation: {records.complaint(error)}; it is made again")
+        return None
 
-    After every epoch: loss and BLEU on the dev split. Texts are translated by `beam` beams; 1 is greedy.
-    """
 
-    record = Translation
+class Training:
+    """One training, epoch by epoch."""
 
-    def __init__(
-        self,
-        epochs: PositiveInt,
-        steps_per_epoch: PositiveInt,
-        warmup_steps: WarmUp,
-        learning_rate: Rate,
-        beam: PositiveInt = 1,
-        accumulate: PositiveInt = 1,
-        precision: Precision = "float32",
-        tf32: bool = False,
-        compile: bool = False,
-        checkpoint_every: PositiveInt = 200,
-        telemetry: bool = False,
-    ):
-        if not warmup_steps < epochs * steps_per_epoch:
-            raise ValueError(
-                f"warmup_steps={warmup_steps} must be below the {epochs * steps_per_epoch} steps of all epochs"
-            )
-        if find_sacrebleu() is None:
-            raise ValueError("sacrebleu is not there: pip install 'macformer[translate]' (make setup does)")
-        super().__init__(
-            warmup_steps=warmup_steps,
-            total_steps=epochs * steps_per_epoch,
-            learning_rate=learning_rate,
-            evaluate_every=steps_per_epoch,
-            cycle_momentum=False,
-            accumulate=accumulate,
-            precision=precision,
-            tf32=tf32,
-            compile=compile,
-            checkpoint_every=checkpoint_every,
-            telemetry=telemetry,
+    def __init__(self, settings: Settings, corpus: Corpus, attention: Callable[[], nn.Module] | None = None):
+        self.settings, self.corpus = settings, corpus
+        torch.manual_seed(settings.seed)
+        self.model = Seq2Seq(settings, len(corpus.vocabulary), attention)
+        rate, steps, warmup = settings.learning_rate, settings.steps, settings.warmup_steps / settings.steps
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate, eps=EPS, weight_decay=0, fused=True)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, rate, steps, pct_start=warmup, anneal_strategy="linear", cycle_momentum=False
         )
-        self.steps_per_epoch = steps_per_epoch
-        self.beam = beam
+        self.history: list[Epoch] = []
+        self.best_weights: dict[str, Any] = {}
+        self.seconds: dict[devices.Account, float] = {}
+        self.clock = devices.Clock(CPU, self.seconds)
 
-    def goal(self, task: Corpus, seed: int) -> "Bleu":
-        return Bleu(self, task, seed)
+    def run_epoch(self) -> None:
+        """Train for one epoch, evaluate on dev, and keep the weights if they are the best so far."""
+        self.clock.book("pause")
+        losses = self.train_epoch()
+        self.clock.book("training")
+        dev, _ = self.evaluate("dev")
+        self.clock.book("evaluation")
+        epoch = Epoch(
+            step=self.schedule.last_epoch,
+            train_loss=float(np.mean(losses)),
+            **{f"dev_{name}": value for name, value in dev},
+            train_seconds=self.seconds["training"],
+        )
+        self.history.append(epoch)
+        if max(self.history, key=lambda epoch: epoch.dev_bleu) is epoch:  # of equals, the earliest is the best
+            self.best_weights = copy.deepcopy(self.model.state_dict())
 
-    @property
-    def smaller(self) -> str:
-        fewer = f" or, in evaluation, lower trainer.beam={self.beam}" if self.beam > 1 else ""
-        return f"raise trainer.steps_per_epoch={self.steps_per_epoch} (smaller batches){fewer}"
+    def train_epoch(self) -> list[float]:
+        """Train for one epoch; returns the loss of each step."""
+        settings, train, losses = self.settings, self.corpus.splits["train"], list[float]()
+        for indices in batches(train.lengths, settings.steps_per_epoch, settings.seed, len(self.history)):
+            source, target = train.batch(indices)
+            loss = summed_loss(self.model, source, target) / (target[:, 1:] > 0).sum()
+            loss.backward()
+            nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            losses.append(self.finite("loss", loss.item()))
+        return losses
 
-
-@dataclass(frozen=True)
-class Outcome:
-    bleu: float
-    signature: str
-    loss: float  # of a token
-    tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, HIGHEST))
-
-
-class Bleu:
-    """Translations like the references."""
-
-    point = Epoch
-
-    def __init__(self, settings: Translator, corpus: Corpus, seed: int):
-        self.corpus, self.splits, self.beam = corpus, corpus.splits, settings.beam
-        self.order = corpus.order(settings.steps_per_epoch, seed)
-        self.batch_examples = -(-len(self.splits["train"]) // settings.steps_per_epoch)
-        self.dev_examples, self.test_examples = len(self.splits["dev"]), len(self.splits["test"])
-
-    def batch(self, step: int) -> Arrays:
-        return self.splits["train"].batch(self.order.indices(step))
-
-    def longest(self) -> Arrays:
-        """As many of the longest pairs as have the tokens of a batch."""
-        train = self.splits["train"]
-        by_length = np.argsort(-train.lengths.sum(1), kind="stable")
-        tokens = train.lengths.sum() / (len(train) / self.batch_examples)
-        count = int(np.searchsorted(train.lengths[by_length].sum(1).cumsum(), tokens)) + 1
-        return train.batch(by_length[:count])
-
-    def glimpse(self) -> Arrays:
-        """Of the commonest lengths: nothing is padding."""
-        dev = self.splits["dev"]
-        _, kind, counts = np.unique(dev.lengths, axis=0, return_inverse=True, return_counts=True)
-        return dev.batch(np.flatnonzero(kind.reshape(-1) == counts.argmax())[:EVALUATED])
-
-    def loss(self, model: nn.Module, part: Tensors, whole: Tensors) -> Tensor:
-        return _loss(model, *part) / (whole[1][:, 1:] > 0).sum()
-
-    def dev(self, look: Look) -> dict[str, Any]:
-        outcome = self._evaluate(look, "dev", np.arange(self.dev_examples))
-        return {"dev_loss": outcome.loss, "dev_perplexity": outcome.perplexity, "dev_bleu": outcome.bleu}
-
-    def rehearse(self, look: Look, longest: bool) -> int:
-        by_length = np.argsort(-self.splits["dev"].lengths[:, 0], kind="stable")
-        some = by_length[:EVALUATED] if longest else by_length[:: -(-self.dev_examples // EVALUATED)]
-        self._evaluate(look, "dev", some, FEW if longest and self.beam == 1 else None)
-        return len(some)
-
-    def test(self, look: Look) -> Outcome:
-        return self._evaluate(look, "test", np.arange(self.test_examples))
+    def finite(self, name: str, loss: float) -> float:
+        """The loss, if it is a number: else the training has diverged."""
+        if not math.isfinite(loss):
+            step, rate = self.schedule.last_epoch, self.settings.learning_rate
+            raise FloatingPointError(f"the {name} is {loss} at step {step}: lower --learning-rate {rate}")
+        return loss
 
     @torch.inference_mode()
-    def _evaluate(self, look: Look, split: str, indices: Indices, most: int | None = None) -> Outcome:
-        """`most`: translations of so many tokens at most."""
-        pairs, model = self.splits[split], look.model
-        by_length = indices[np.argsort(pairs.lengths[indices, 0], kind="stable")]
-        batches = [by_length[start : start + EVALUATED] for start in range(0, len(indices), EVALUATED)]
-        model.eval()
-        losses: list[Tensor] = []
-        translations: list[str] = []
-        for source, target in devices.feed(look.device, (pairs.batch(batch) for batch in batches)):
-            look.tick(len(translations))
-            with devices.autocast(look.device, look.precision):
-                losses.append(_loss(model, source, target))
-                found = search(model, source, self.beam, most)
-            translations += map(self.corpus.vocabulary.decode, found)
-        model.train()
-        bleu = find_sacrebleu().BLEU()
-        score = bleu.corpus_score(translations, [[pairs.references[i] for i in by_length]])
-        tokens = int(pairs.lengths[indices, 1].sum()) - len(indices)  # BEGIN is given
+    def evaluate(self, split: str) -> tuple[Scores, str]:
+        """Loss and BLEU of the split, and the signature of BLEU."""
+        pairs, vocabulary = self.corpus.splits[split], self.corpus.vocabulary
+        by_length = np.argsort(pairs.lengths[:, 0], kind="stable")
+        losses, translations = list[Tensor](), list[str]()
+        self.model.eval()
+        for start in range(0, len(pairs), EVALUATED):
+            source, target = pairs.batch(by_length[start : start + EVALUATED])
+            losses.append(summed_loss(self.model, source, target))
+            translations += map(vocabulary.decode, translate(self.model, source))
+        self.model.train()
+        bleu = sacrebleu.BLEU()
+        score = bleu.corpus_score(translations, [[pairs.references[i] for i in by_length]]).score
+        tokens = int(pairs.lengths[:, 1].sum()) - len(pairs)  # BEGIN is given
         loss = float(torch.stack(losses).double().sum()) / tokens
-        return Outcome(score.score, str(bleu.get_signature()), loss, tokens)
+        perplexity = math.exp(min(self.finite(f"loss on {split}", loss), HIGHEST))
+        return Scores(bleu=score, loss=loss, perplexity=perplexity), str(bleu.get_signature())
 
-    def told(self, outcome: Outcome) -> str:
-        return (
-            f"test BLEU {outcome.bleu:.2f} of {self.test_examples:,} texts ({outcome.signature}), loss "
-            f"{outcome.loss:.4f}, perplexity {outcome.perplexity:.2f}"
-        )
+    def save(self, file: Path) -> None:
+        """Save, between two epochs, all that another process needs to go on."""
+        state: dict[str, Any] = {name: getattr(self, name).state_dict() for name in STATEFUL}
+        state |= {"random": torch.get_rng_state(), "best_weights": self.best_weights, "seconds": self.seconds}
+        state["history"] = [epoch.model_dump() for epoch in self.history]
+        with files.replacing(file) as temporary:
+            torch.save(state, temporary)
 
-    def quality(self, history: list[Epoch], best: Epoch, outcome: Outcome, last: Outcome) -> Translated:
-        return Translated(
-            test_bleu=outcome.bleu,
-            test_loss=outcome.loss,
-            test_perplexity=outcome.perplexity,
-            test_examples=self.test_examples,
-            test_tokens=outcome.tokens,
-            dev_bleu=best.dev_bleu,
-            dev_step=best.step,
-            dev_examples=self.dev_examples,
-            last_test_bleu=last.bleu,
-            last_test_loss=last.loss,
-            signature=outcome.signature,
-            beam=self.beam,
-        )
-
-
-def find_sacrebleu() -> Any:
-    """Of an extra; None if it is not there."""
-    try:
-        import sacrebleu
-    except ModuleNotFoundError:
-        return None
-    return sacrebleu
+    def load(self, file: Path) -> None:
+        try:
+            state = torch.load(file, weights_only=True)
+            for name in STATEFUL:
+                getattr(self, name).load_state_dict(state[name])
+            self.history = [Epoch(**epoch) for epoch in state["history"]]
+            self.best_weights = state["best_weights"]
+            self.seconds.update(state["seconds"])
+            torch.set_rng_state(state["random"])
+        except Exception as error:  # what is no checkpoint can raise anything
+            raise DataError(f"{file} is no checkpoint of this run: delete it, and the run starts anew") from error
 
 
-def _loss(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy, summed over the tokens that follow BEGIN; padding is none."""
+def summed_loss(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy, summed over the tokens that follow BEGIN and are not padding."""
     following = target[:, 1:]
     logits = model(source, target[:, :-1] * (following > 0))  # END is followed by nothing
-    return F.cross_entropy(logits.float(), following[following > 0].long(), reduction="sum")
+    return F.cross_entropy(logits, following[following > 0].long(), reduction="sum")
 
 
 @torch.inference_mode()
-def search(model: Any, source: Tensor, beam: int = 1, most: int | None = None) -> list[list[int]]:
-    """Translations of source (B, n), as ids without BEGIN, END and padding; with one beam, greedy.
+def translate(model: Seq2Seq, source: Tensor) -> list[list[int]]:
+    """Greedy translations of source (B, n), as ids: the likeliest token again and again, up to END.
 
-    At each step the K best continuations of a text's K beginnings stay. In the end, the one whose tokens have the
-    highest mean log-probability is taken. A text's own length decides when to give up, not that of its batch; at the
-    latest after `most` tokens.
+    A text's own length decides when to give up. Each step decodes all that is written again: of texts this short, that
+    takes 6% of an epoch, as it does with keys and values kept from step to step.
     """
-    B, rows = len(source), torch.arange(len(source), device=source.device).unsqueeze(1)
-    state = model.begin(source).choose(rows.expand(B, beam).flatten())
-    factor, more = ROOM
-    room = factor * (source > 0).sum(1, keepdim=True) + more
-    total = torch.full((B, beam), -math.inf, device=source.device)
-    total[:, 0] = 0  # all beginnings are the same: one of them counts
-    token = torch.full((B, beam), BEGIN, device=source.device)
-    done = torch.zeros(B, beam, dtype=torch.bool, device=source.device)
-    written = token.unsqueeze(-1)[..., :0]
-    for position in range(min(int(room.max()), most or model.longest)):
-        gain = model.step(state, token.flatten(), position).float().log_softmax(-1).unflatten(0, (B, beam))
-        gain.masked_fill_(done.unsqueeze(-1), -math.inf)
-        gain[..., 0] = torch.where(done, 0.0, -math.inf)  # what is done goes on with padding, for nothing
-        total, place = (total.unsqueeze(-1) + gain).flatten(1).topk(beam)
-        parent, token = place // gain.shape[-1], place % gain.shape[-1]
-        if beam > 1:
-            state.go_on_from((rows * beam + parent).flatten())
-        written = torch.cat([written.gather(1, parent.unsqueeze(-1).expand_as(written)), token.unsqueeze(-1)], -1)
-        done = done.gather(1, parent) | (token == END) | (position + 1 >= room)
-        if done.all():
-            break
-    best = (total / (written > 0).sum(-1)).argmax(1)
-    return [[id for id in text if id > END] for text in written[rows[:, 0], best].tolist()]
+    memory, mask = model.encode(source)
+    room = (ROOM[0] * mask.sum(1) + ROOM[1]).clamp(max=LONGEST)
+    written = torch.full((len(source), 1), BEGIN)
+    texts = torch.arange(len(source))  # those that go on
+    found: dict[int, list[int]] = {}
+    while len(texts):
+        logits = model.logits(model.decode(written, memory, mask)[:, -1])
+        logits[:, PAD] = -math.inf
+        token = logits.argmax(-1, keepdim=True)
+        written = torch.cat([written, token], 1)
+        done = (token[:, 0] == END) | (written.shape[1] > room)
+        found |= zip(texts[done].tolist(), written[done, 1:].tolist(), strict=True)
+        texts, written, memory, mask, room = (x[~done] for x in (texts, written, memory, mask, room))
+    return [found[text] for text in range(len(source))]
+
+
+def run(settings: Settings, corpus: Corpus, results: Path, outputs: Path) -> None:
+    """Train, or go on after the last whole epoch, and write the record."""
+    run_id, file = identify(settings, corpus.fingerprint, results)
+    checkpoint, code = outputs / run_id / "checkpoint.pt", records.code()
+    devices.prepare(CPU, threads=1)
+    training = Training(settings, corpus)
+    if checkpoint.exists():
+        training.load(checkpoint)
+        print(f"{run_id} goes on after epoch {len(training.history)} ({checkpoint})", flush=True)
+    while (done := len(training.history)) < settings.epochs:
+        training.run_epoch()
+        training.save(checkpoint)
+        last, left = training.history[-1], sum(training.seconds.values()) * (settings.epochs / (done + 1) - 1)
+        said = f"loss {last.train_loss:.4f}  dev loss {last.dev_loss:.4f}  dev BLEU {last.dev_bleu:.2f}"
+        print(f"{run_id}  epoch {done + 1}/{settings.epochs}  {said}  {duration(left)} left", flush=True)
+    training.clock.book("pause")
+    last_test, signature = training.evaluate("test")
+    training.model.load_state_dict(training.best_weights)
+    test, _ = training.evaluate("test")
+    training.clock.book("evaluation")
+    record = Record(
+        run_id=run_id,
+        settings=settings,
+        fingerprint=corpus.fingerprint,
+        source=corpus.source,
+        examples={split: len(pairs) for split, pairs in corpus.splits.items()},
+        code=code,
+        environment=records.environment("cpu", devices.describe(CPU), threads=1),
+        parameters=sum(p.numel() for p in training.model.parameters()),
+        test=test,
+        last_test=last_test,
+        signature=signature,
+        seconds=training.seconds,
+        resident_peak_bytes=devices.resident_peak(),
+        history=training.history,
+    )
+    files.write(file, record.model_dump_json(indent=2) + "\n")
+    shutil.rmtree(checkpoint.parent)
+    print(f"{run_id}  test BLEU {test.bleu:.2f}  loss {test.loss:.4f}  {file}", flush=True)

@@ -1,11 +1,17 @@
 """The first 20 losses of each model on tiny ListOps, and of translators on a small Multi30K made here; seed 0."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from macformer.attention import RMFAttention
 from macformer.harness import config as configs
+from macformer.paper import multi30k
+from macformer.paper.seq2seq import Settings
+from macformer.paper.translation import Training
 from tests.conftest import captions, write_multi30k
 
 ROOT = Path(__file__).parent.parent.parent
@@ -22,29 +28,32 @@ OVERRIDES = [
     "trainer.evaluate_every=20",
 ]
 
-TRANSLATORS = {  # name of the golden file -> what it is
-    "seq2seq": ["ppsbn=without"],
-    "seq2seq_ppsbn": ["ppsbn=with"],
-    "seq2seq_rmfa": ["ppsbn=with", "attention=rmfa_exp"],
+WITH = {"pre_sbn": True, "post_sbn": True}
+TRANSLATORS: dict[str, tuple[dict[str, bool], Any]] = {  # name of the golden file -> its ppSBN and its attention
+    "seq2seq": ({}, None),
+    "seq2seq_ppsbn": (WITH, None),
+    "seq2seq_rmfa": (WITH, partial(RMFAttention, head_dim=16)),
 }
-SMALL = [
-    *("model.width=32", "model.heads=2", "model.head_dim=16", "model.layers=1", "model.feedforward=32"),
-    *("task.data.vocabulary=400", "trainer.epochs=1", "trainer.steps_per_epoch=20", "trainer.warmup_steps=5"),
-]
+SIZES = {"width": 32, "heads": 2, "head_dim": 16, "layers": 1, "feedforward": 32, "vocabulary": 400}
+SCHEDULE = {"epochs": 1, "steps_per_epoch": 20, "warmup_steps": 5}
 
 
 def first_losses(name: str, data: str) -> list[float]:
     torch.set_num_threads(1)
     if name in TRANSLATORS:
-        config = configs.compose(*TRANSLATORS[name], *SMALL, root="translate")
-        pairs = captions()
-        write_multi30k(Path(data) / "multi30k", {"train": pairs[:200], "dev": pairs[200:210], "test": pairs[210:220]})
-    else:
-        config = configs.compose(f"model={name}", "task=listops", *OVERRIDES)
+        return first_losses_of_translator(*TRANSLATORS[name], Path(data))
+    config = configs.compose(f"model={name}", "task=listops", *OVERRIDES)
     task = configs.build(config, "task.data", folder=data)
     torch.manual_seed(config.seed)
     model = configs.build(config, "model", **asdict(task.spec))
     return configs.build(config, "trainer").fit(model, task, torch.device("cpu"), config.seed).losses
+
+
+def first_losses_of_translator(ppsbn: dict[str, bool], attention: Any, folder: Path) -> list[float]:
+    pairs = captions()
+    write_multi30k(folder, {"train": pairs[:200], "dev": pairs[200:210], "test": pairs[210:220]})
+    settings = Settings(**ppsbn, **SIZES, **SCHEDULE)
+    return Training(settings, multi30k.load(folder, settings.vocabulary), attention).train_epoch()
 
 
 def read(model_name: str) -> tuple[str, list[float]]:
