@@ -1,9 +1,23 @@
-"""python -m lra_data prepare | doctor | show: make the data of a task, examine it, look at an example."""
+"""The data of the tasks: make them, examine them, look at them.
+
+commands:
+    prepare   pack the data of a task (train.py does it on first use, too)
+    doctor    make what can be made, check it, measure what trivial baselines reach
+    show      one example as the model sees it
+
+key=value: as for train.py. Examples:
+    python -m lra_data prepare listops
+    python -m lra_data prepare text paths.text=hub
+    python -m lra_data doctor listops text
+    python -m lra_data show text --index 3 --split dev protocol=clean
+"""
 
 import argparse
 import json
+import os
 import sys
 import textwrap
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +29,40 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from lra_data import floors
-from lra_data.base import DATA_VERSION, SPLITS, DataError, Task, alone, replacing
+from lra_data import baselines
+from lra_data.base import DATA_VERSION, LENGTHS, SPLITS, DataError, Task, lock
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-TASKS = sorted(file.stem for file in (CONFIGS / "task").glob("*.yaml"))
-PROTOCOLS = sorted((file.stem for file in (CONFIGS / "protocol").glob("*.yaml")), reverse=True)  # paper first
-EPILOG = """\
-key=value: as for train.py. Examples:
-  python -m lra_data prepare listops
-  python -m lra_data prepare text paths.text=hub
-  python -m lra_data doctor listops text
-  python -m lra_data show text --index 3 --split dev protocol=clean
-"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m lra_data",
-        description="The data of the tasks: make them, examine them, look at them.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m lra_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="prepare | doctor | show")
-    preparing = commands.add_parser("prepare", help="pack the data of a task (train.py does it on first use, too)")
-    examining = commands.add_parser("doctor", help="make what can be made, check it, measure its floors")
-    showing = commands.add_parser("show", help="one example as the model sees it")
-    for command in (preparing, showing):
-        command.add_argument("task", choices=TASKS)
-    showing.add_argument("--index", type=int, default=0, help="its place in the split, from 0")
-    showing.add_argument("--split", choices=SPLITS, default="train")
-    examining.add_argument("words", nargs="*", metavar="task | key=value", help=f"default: {' '.join(TASKS)}")
-    for command in (preparing, showing):
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
-    # Overrides may stand on either side of --index and --split.
-    arguments, rest = parser.parse_known_args()
-    strange = [word for word in rest if word.startswith("-") or "=" not in word]
-    if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    parser.add_argument("command", choices=("prepare", "doctor", "show"))
+    parser.add_argument("words", nargs="*", metavar="task | key=value", help="default: all tasks")
+    parser.add_argument("--index", type=int, default=0, help="of the example to show, from 0")
+    parser.add_argument("--split", choices=SPLITS, default="train", help="of the example to show")
+    parser.add_argument("--config-dir", type=Path, default=CONFIGS, help="a folder with task/NAME.yaml of your own")
+    options = parser.parse_intermixed_args()  # words may stand on either side of --index
+    own = options.config_dir.absolute()
+    known = sorted({file.stem for folder in (CONFIGS, own) for file in folder.glob("task/*.yaml")})
+    tasks = [word for word in options.words if "=" not in word] or known
+    overrides = [word for word in options.words if "=" in word]
+    searched = [f"hydra.searchpath=[{own.as_uri()}]"]
     try:
-        if arguments.command == "prepare":
-            prepare(arguments.task, arguments.overrides + rest)
-        elif arguments.command == "show":
-            show(arguments.task, arguments.split, arguments.index, arguments.overrides + rest)
-        else:
-            doctor(arguments.words + rest)
+        if unknown := set(tasks) - set(known):
+            raise DataError(f"task={min(unknown)} is not known; choose of {', '.join(known)}")
+        if options.command == "doctor":
+            ready = [doctor(name, overrides, searched) for name in tasks]
+            sys.exit(0 if all(ready) else 1)
+        for name in tasks:
+            _, task = load(name, overrides + searched)
+            if options.command == "show":
+                show(name, task, options.split, options.index)
+                continue
+            sizes = ", ".join(f"{split} {len(task.splits[split]):,}" for split in SPLITS)
+            print(f"{name} is ready ({task.source}): {sizes}; fingerprint {task.fingerprint[:8]}; in {task.home}")
     except (DataError, HydraException, OmegaConfBaseException, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
@@ -75,9 +78,10 @@ def composed(name: str, overrides: list[str]) -> DictConfig:
 def load(name: str, overrides: list[str]) -> tuple[DictConfig, Task]:
     """The data that `python train.py task=NAME ...` would use, made first if need be."""
     config = composed(name, overrides)
+    make = instantiate(config.task.data, _partial_=True, _convert_="all")
+    places = {"folder": config.paths.data, "origin": config.paths.get(name)}
     try:
-        make = instantiate(config.task.data, _convert_="all")
-        return config, make(folder=config.paths.data, origin=config.paths.get(name))
+        return config, make(**{key: places[key] for key in places if key in signature(make.func).parameters})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -86,14 +90,7 @@ def load(name: str, overrides: list[str]) -> tuple[DictConfig, Task]:
         raise DataError(f"{where}{value}: {first['msg']}") from None
 
 
-def prepare(name: str, overrides: list[str]) -> None:
-    _, task = load(name, overrides)
-    sizes = ", ".join(f"{split} {len(task.splits[split]):,}" for split in SPLITS)
-    print(f"{name} is ready ({task.source}): {sizes}; fingerprint {task.fingerprint[:8]}; in {task.home}")
-
-
-def show(name: str, split: str, index: int, overrides: list[str]) -> None:
-    _, task = load(name, overrides)
+def show(name: str, task: Task, split: str, index: int) -> None:
     data = task.splits[split]
     if not 0 <= index < len(data):
         raise DataError(f"--index {index}: the {split} split of {name} has the examples 0 to {len(data) - 1}")
@@ -106,90 +103,68 @@ def show(name: str, split: str, index: int, overrides: list[str]) -> None:
         print(f"\ntext:\n{task.decode(text)}")
 
 
-def doctor(words: list[str]) -> None:
-    """Reports on each task under each protocol; exits with 1 unless all that was asked for is ready."""
-    overrides = [word for word in words if "=" in word]
-    names = [word for word in words if "=" not in word]
-    if unknown := [name for name in names if name not in TASKS]:
-        raise DataError(f"task={unknown[0]} is not known; choose of {', '.join(TASKS)}")
-    protocols = [[f"protocol={protocol}"] for protocol in PROTOCOLS]
-    if any(word.startswith("protocol=") for word in overrides):
-        protocols = [[]]
-    ready = True
-    for name in names or TASKS:
-        seen: set[str] = set()
-        for protocol in protocols:
-            try:
-                config, task = load(name, protocol + overrides)
-            except (DataError, OSError) as error:
-                print(f"{name}{''.join(f', {word}' for word in protocol)}: NOT READY. {error}\n")
-                ready = False
-                break
-            if task.fingerprint not in seen:  # some protocols do not change a task
-                seen.add(task.fingerprint)
-                print(_report(name, config.protocol.name, task))
-                measured = floors.measure(name, task)
-                for split in measured:
-                    print(_floors(task, split, measured[split]))
-                file = Path(config.paths.results) / "floors.json"
-                usual = composed(name, [f"protocol={config.protocol.name}"])
-                whole = config.task.data == usual.task.data
-                with alone(file):
-                    _keep(file, name, config.protocol.name, whole, task, measured)
-                print(f"  written to {file}\n")
-    sys.exit(0 if ready else 1)
+def doctor(name: str, overrides: list[str], searched: list[str]) -> bool:
+    """Reports on the task under each protocol and keeps what the baselines reach; False if it is not ready."""
+    seen: set[str] = set()
+    chosen = any(word.startswith("protocol=") for word in overrides)
+    for protocol in [[]] if chosen else [["protocol=paper"], ["protocol=clean"]]:
+        try:
+            config, task = load(name, protocol + overrides + searched)
+        except (DataError, OSError) as error:
+            print(f"{', '.join([name, *protocol])}: NOT READY. {error}\n")
+            return False
+        if task.fingerprint in seen:  # some protocols do not change a task
+            continue
+        seen.add(task.fingerprint)
+        usual = composed(name, [f"protocol={config.protocol.name}", *searched])
+        entry: dict[str, Any] = {
+            "data_version": DATA_VERSION,
+            "task": name,
+            "protocol": config.protocol.name,
+            "whole": config.task.data == usual.task.data,  # as the YAML files have the data, not shortened
+            "source": task.source,
+            "fingerprint": task.fingerprint,
+            "train_examples": len(task.splits["train"]),
+        }
+        _print_summary(name, config.protocol.name, task)
+        for split, accuracies in baselines.measure(name, task).items():
+            count, best = len(task.splits[split]), max(accuracies.values())
+            entry |= {f"{split}_examples": count, f"{split}_accuracy": accuracies}
+            deviation = 100 * (best * (1 - best) / count) ** 0.5
+            scores = ", ".join(f"{title} {accuracy:.2%}" for title, accuracy in accuracies.items())
+            print(f"  baselines on {split} ({count:,} examples, standard error {deviation:.1f}): {scores}")
+        file = Path(config.paths.results) / "floors.json"
+        with lock(file):
+            _keep(file, entry)
+        print(f"  written to {file}\n")
+    return True
 
 
-def _report(name: str, protocol: str, task: Task) -> str:
-    lines = [
-        f"{name}, protocol={protocol}: ready. Source: {task.source}, made from {task.manifest.origin}; fingerprint "
-        f"{task.fingerprint[:8]}",
-        f"  {task.home} (data version {DATA_VERSION}); the sha256 of every split is that of its manifest",
-        f"  {'split':6}{'examples':>10}   tokens: min    10%  median    90%    max    mean   labels in %",
-    ]
+def _print_summary(name: str, protocol: str, task: Task) -> None:
+    made = f"Source: {task.source}, made from {task.manifest.origin}; fingerprint {task.fingerprint[:8]}"
+    print(f"{name}, protocol={protocol}: ready. {made}")
+    print(f"  {task.home} (data version {DATA_VERSION}); the sha256 of every split is that of its manifest")
+    print(f"  {'split':6}{'examples':>10}   tokens:{''.join(f'{title:>8}' for title in LENGTHS)}   labels in %")
     for split in SPLITS:
-        told = task.manifest.splits[split]
-        long = told.lengths
-        numbers = f"{long.min:>11,}{long.p10:>7,}{long.median:>8,}{long.p90:>7,}{long.max:>7,}{long.mean:>8,.0f}"
-        labels = " ".join(f"{100 * count / told.examples:.1f}" for count in told.labels)
-        lines.append(f"  {split:6}{told.examples:>10,}   {numbers}   {labels}")
-    return "\n".join(lines)
+        packed = task.manifest.splits[split]
+        lengths = "".join(f"{packed.lengths[title]:>8,.0f}" for title in LENGTHS)
+        labels = " ".join(f"{100 * count / packed.examples:.1f}" for count in packed.labels)
+        print(f"  {split:6}{packed.examples:>10,}          {lengths}   {labels}")
 
 
-def _floors(task: Task, split: str, measured: dict[str, float]) -> str:
-    best = max(measured.values())
-    count = len(task.splits[split])
-    error = 100 * (best * (1 - best) / count) ** 0.5
-    scores = ", ".join(f"{title} {accuracy:.2%}" for title, accuracy in measured.items())
-    return f"  floors on {split} ({count:,} examples, standard error {error:.1f}): {scores}"
-
-
-def _keep(file: Path, name: str, protocol: str, whole: bool, task: Task, measured: dict[str, dict[str, float]]) -> None:
-    """Put the floors into the file; those of other data stay, unless another data version made them.
-
-    `whole`: the data are as the YAML of the task and the protocol have them, not shortened.
-    """
-    entry: dict[str, Any] = {
-        "data_version": DATA_VERSION,
-        "task": name,
-        "protocol": protocol,
-        "whole": whole,
-        "source": task.source,
-        "fingerprint": task.fingerprint,
-        "train_examples": len(task.splits["train"]),
-    }
-    for split, accuracy in measured.items():
-        entry |= {f"{split}_examples": len(task.splits[split]), f"{split}_accuracy": accuracy}
+def _keep(file: Path, entry: dict[str, Any]) -> None:
+    """Put the entry into the file; those of other data stay, unless another data version made them."""
     try:
         known: list[dict[str, Any]] = json.loads(file.read_text())["floors"] if file.exists() else []
-        same = [old for old in known if old["fingerprint"] == task.fingerprint]
+        same = [old for old in known if old["fingerprint"] == entry["fingerprint"]]
         entry["whole"] |= any(old.get("whole", False) for old in same)  # the setting cut nothing off
-        kept = [old for old in known if old["fingerprint"] != task.fingerprint and old["data_version"] == DATA_VERSION]
-        ordered = sorted([*kept, entry], key=lambda floor: (floor["task"], floor["protocol"], floor["fingerprint"]))
+        kept = [old for old in known if old not in same and old["data_version"] == DATA_VERSION]
+        kept = sorted([*kept, entry], key=lambda old: (old["task"], old["protocol"], old["fingerprint"]))
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{file} is damaged: delete it, and it will be made anew") from None
-    with replacing(file) as temporary:
-        temporary.write_text(json.dumps({"floors": ordered}, indent=2) + "\n")
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(json.dumps({"floors": kept}, indent=2) + "\n")
+    os.replace(temporary, file)
 
 
 if __name__ == "__main__":

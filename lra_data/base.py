@@ -1,64 +1,55 @@
-"""What every task shares: its spec, packed splits, the cache on disk, the order of the batches.
+"""What every task shares: its spec, packed splits, the order of the batches, and the cache on disk.
 
 An example is one text, or two (`paired`). Texts are stored end to end as bytes; on reading, the id of a token is
 the stored byte + 1 (which would not fit a byte), and 0 is padding.
+
+`cached` packs the examples of a task once and opens them as memory-mapped arrays ever after. Of several runs that want
+the same data, one packs and the others wait. Data are written under a temporary name and renamed: a killed run leaves
+nothing half-made behind. What is opened is checked against its sha256 first.
 """
 
 import hashlib
 import io
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from filelock import FileLock, Timeout
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from pydantic import BaseModel, PositiveInt, ValidationError, field_validator
-from tqdm import tqdm
+from pydantic import BaseModel, PositiveInt
 from typing_extensions import TypedDict
 
 DATA_VERSION = 2  # raise it when the packed bytes of any task change: caches are then made anew
-SPLITS = ("train", "dev", "test")
-ROUND = 64  # trimmed batches have few different lengths
 SLACK = 2**16  # zeros behind the last token, so that a row can be read from any text on; no task may be longer
+SplitName = Literal["train", "dev", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "dev", "test")
+ROUND = 64  # trimmed batches have few different lengths
 WINDOW = 32  # batches that are sorted by length together when bucketing
 BYTES = 512  # the base code's embedding table for bytes; 257 ids are real
-Source = Literal["lra", "multi30k", "stand-in", "generated"]
+LENGTHS = ("mean", "min", "p10", "median", "p90", "max")  # what the manifest tells of the texts of a split
+Source = Literal["lra", "stand-in", "generated"]
+T = TypeVar("T")
 
 
-class Sizes(TypedDict):
-    """Examples of each split."""
+class PerSplit(TypedDict, Generic[T]):
+    """One value for each split."""
 
-    train: PositiveInt
-    dev: PositiveInt
-    test: PositiveInt
-
-
-class Caps(TypedDict):
-    """At most so many examples of each split; null = all."""
-
-    train: PositiveInt | None
-    dev: PositiveInt | None
-    test: PositiveInt | None
+    train: T
+    dev: T
+    test: T
 
 
-class Lengths(BaseModel):
-    """Tokens of a text."""
-
-    mean: float
-    min: int
-    p10: int
-    median: int
-    p90: int
-    max: int
+Sizes = PerSplit[PositiveInt]  # so many examples of each split
+Caps = PerSplit[PositiveInt | None]  # at most so many; null = all
+ALL: Caps = {"train": None, "dev": None, "test": None}
 
 
 class Packed(BaseModel):
@@ -66,26 +57,19 @@ class Packed(BaseModel):
 
     examples: int
     labels: list[int]  # examples of each
-    lengths: Lengths
+    lengths: dict[str, int | float]  # LENGTHS of its texts, in tokens
     sha256: str  # of its files
 
 
 class Manifest(BaseModel):
-    """What stands beside the packed data."""
+    """What stands beside the packed data, as manifest.json."""
 
     data_version: int
     source: Source
     origin: str | None  # what it was read from
     files: dict[str, list[int]]  # size and time of change of each of them
     settings: dict[str, Any]  # all else that decides the packed bytes
-    splits: dict[str, Packed]
-
-    @field_validator("splits")
-    @classmethod
-    def all_three(cls, splits: dict[str, Packed]) -> dict[str, Packed]:
-        if splits.keys() != set(SPLITS):
-            raise ValueError(f"not {', '.join(SPLITS)}")
-        return splits
+    splits: PerSplit[Packed]
 
 
 class DataError(Exception):
@@ -220,10 +204,14 @@ class Batches:
         return np.random.default_rng((self.seed, epoch)).permutation(self.examples)
 
 
+def as_text(stored: NDArray[np.uint8]) -> str:
+    """Bytes as UTF-8; what is none is shown as a replacement character."""
+    return stored.tobytes().decode("utf-8", "replace")
+
+
 Example = tuple[tuple[bytes, ...], int]  # (one text or two, label)
-Stamps = dict[str, list[int]]  # name of a file: its size and when it was changed
+Build = Callable[[], tuple[Source, Mapping[str, Iterable[Example]]]]  # -> where from, and the examples of each split
 NO_FILES: Mapping[str, Path] = {}
-Build = Callable[[], tuple[Source, dict[str, Iterable[Example]]]]
 
 
 def cached(
@@ -231,56 +219,51 @@ def cached(
     name: str,
     spec: TaskSpec,
     settings: dict[str, Any],
+    examples: Sizes | Caps,
     build: Build,
-    decode: Callable[[NDArray[np.uint8]], str],
-    origin: str | None,
+    origin: str | None = None,
     files: Mapping[str, Path] = NO_FILES,
+    decode: Callable[[NDArray[np.uint8]], str] = as_text,
 ) -> Task:
-    """The task packed under folder/name/<hash of settings>, built there first if need be.
+    """The task packed under folder/name/<hash of settings>: what `build` gives, at most `examples` of each split.
 
-    `settings` is all that decides the packed bytes, but for where they come from: `origin`, and the `files` or folders
-    that are read, by name. If these are not those that the cache was made from, or another version of this program
-    made it, it is made anew. None and no files: whatever it was made from is welcome. `build` gives the source and the
-    examples of each split.
-    Of several runs that want the same data, one builds and the others wait. The result is written under a temporary
-    name and renamed: a killed run leaves no half-made cache behind. What is there is checked against its sha256.
+    `settings` is all else that decides the packed bytes, but for where they come from: `origin`, and the `files` or
+    folders that are read, by name. If these are not those that the cache was made from, or another version of this
+    program made it, it is made anew. Without origin and files, whatever it was made from is welcome.
     """
     if spec.length > SLACK:
         raise DataError(f"task.data.length={spec.length} is too long: at most {SLACK}")
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    home = Path(folder) / name / key
+    settings = settings | {"examples": {**examples}}
+    home = Path(folder) / name / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     found = {title: file.stat() for title, file in files.items() if file.exists()}
-    stamps: Stamps = {title: [stat.st_size, stat.st_mtime_ns] for title, stat in found.items()}
+    stamps = {title: [stat.st_size, stat.st_mtime_ns] for title, stat in found.items()}
 
     def opened(manifest: Manifest) -> Task:
-        splits = {split: _open(home, split, spec, manifest.splits[split].sha256) for split in SPLITS}
+        splits: dict[str, Split] = {split: _open(home, split, spec, manifest.splits[split].sha256) for split in SPLITS}
         return Task(spec, splits, manifest, home, decode)
 
     with suppress(DataError):  # another run may be replacing it just now: look again when that is over
         manifest = _manifest(home, origin, stamps)
         if isinstance(manifest, Manifest):
             return opened(manifest)  # without a lock: the folder may be read-only
-    with alone(home):
+    with lock(home):
         manifest = _manifest(home, origin, stamps)
         if isinstance(manifest, str):
             if manifest:
                 print(f"{home} {manifest}: it is made anew")
-            manifest = _build(home, settings, origin, stamps, build, spec.classes)
+            manifest = _build(home, build, spec.classes, origin=origin, files=stamps, settings=settings)
         return opened(manifest)
 
 
-def _manifest(home: Path, origin: str | None, stamps: Stamps) -> Manifest | str:
-    """The manifest of data that fit, or why they must be made: no word is needed where there are none."""
+def _manifest(home: Path, origin: str | None, stamps: dict[str, list[int]]) -> Manifest | str:
+    """The manifest of data that fit, or why they must be made anew: "" if there are none."""
     try:
-        told = json.loads((home / "manifest.json").read_text())
-        if told["data_version"] != DATA_VERSION:
-            return f"is of data version {told['data_version']}, this is {DATA_VERSION}"
-        manifest = Manifest.model_validate(told)
+        content = json.loads((home / "manifest.json").read_text())
+        if content["data_version"] != DATA_VERSION:
+            return f"is of data version {content['data_version']}, this is {DATA_VERSION}"
+        manifest = Manifest.model_validate(content)
     except FileNotFoundError:
         return ""
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _damaged(home, f"manifest.json, {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except (ValueError, TypeError, KeyError):
         raise _damaged(home, "manifest.json is no manifest") from None
     if origin and manifest.origin != origin:
@@ -290,80 +273,51 @@ def _manifest(home: Path, origin: str | None, stamps: Stamps) -> Manifest | str:
 
 
 @contextmanager
-def alone(home: Path) -> Iterator[None]:
-    """No other process makes `home` meanwhile. The empty lock file stays: removed, it could be locked twice."""
-    home.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(home.parent / f".{home.name}.lock")
+def lock(path: Path) -> Iterator[None]:
+    """No other process makes `path` meanwhile. The empty lock file stays: removed, it could be locked twice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        lock.acquire(timeout=0.5)
+        held = file.acquire(timeout=0.5)
     except Timeout:
-        print(f"another run is making {home}: waiting for it")
-        lock.acquire()
-    try:
+        print(f"another run is making {path}: waiting for it")
+        held = file.acquire()
+    with held:
         yield
-    finally:
-        lock.release()
 
 
-def _build(
-    home: Path, settings: dict[str, Any], origin: str | None, stamps: Stamps, build: Build, classes: int
-) -> Manifest:
+def _build(home: Path, build: Build, classes: int, **known: Any) -> Manifest:
+    temporary = home.with_name(f".{home.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed: the lock is ours
     try:
-        with replacing(home) as temporary:
-            temporary.mkdir()
-            source, splits = build()
-            manifest = Manifest(
-                data_version=DATA_VERSION,
-                source=source,
-                origin=origin,
-                files=stamps,
-                settings=settings,
-                splits={split: _pack(temporary / split, examples, classes) for split, examples in splits.items()},
-            )
-            (temporary / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
+        temporary.mkdir()
+        source, splits = build()
+        limits = known["settings"]["examples"]
+        packed: Any = {s: _pack(temporary / s, splits[s], limits[s], classes) for s in SPLITS}
+        manifest = Manifest(data_version=DATA_VERSION, source=source, splits=packed, **known)
+        (temporary / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
+        shutil.rmtree(home, ignore_errors=True)
+        temporary.rename(home)
     except OSError as error:
         if error.filename:
             raise
         raise DataError(f"{home} cannot be written ({error}): make room, or choose another paths.data") from None
-    return manifest
-
-
-@contextmanager
-def replacing(home: Path) -> Iterator[Path]:
-    """A temporary path beside `home`, for a file or a folder: `home` itself when the block ends, removed if it fails.
-
-    The caller has the lock: what is there under the temporary name was left by a run that was killed. (macformer has
-    its own for files, of which nothing is known here.)
-    """
-
-    def remove(path: Path) -> None:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-    temporary = home.parent / f".{home.name}.tmp"
-    remove(temporary)
-    try:
-        yield temporary
-        if home.is_dir():
-            remove(home)
-        os.replace(temporary, home)
     finally:
-        remove(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
+    return manifest
 
 
 def _damaged(home: Path, what: str) -> DataError:
     return DataError(f"the packed data in {home} are damaged ({what}): delete that folder, and they will be made anew")
 
 
-def _pack(stem: Path, examples: Iterable[Example], classes: int) -> Packed:
+def _pack(stem: Path, examples: Iterable[Example], limit: int | None, classes: int) -> Packed:
     """Write one split as its examples come, so that a large source is never held whole. Returns what it holds."""
     sizes: list[int] = []
     labels: list[int] = []
     digest = hashlib.sha256()
     with open(f"{stem}.tokens.bin", "wb", buffering=2**20) as file:
-        for texts, label in examples:
+        for texts, label in itertools.islice(examples, limit):
             labels.append(label)
             for text in texts:
                 sizes.append(len(text))
@@ -373,20 +327,17 @@ def _pack(stem: Path, examples: Iterable[Example], classes: int) -> Packed:
         digest.update(bytes(SLACK))
     if not labels:
         raise DataError(f"the {stem.name} split has no examples: its source is empty")
-    arrays: dict[str, NDArray[Any]] = {
-        "offsets": np.cumsum([0, *sizes], dtype=np.int64),
-        "labels": np.array(labels, np.uint8),
-    }
-    for part, array in arrays.items():
+    offsets = np.cumsum([0, *sizes], dtype=np.int64)
+    for part, array in (("offsets", offsets), ("labels", np.array(labels, np.uint8))):
         content = io.BytesIO()
         np.save(content, array)
         Path(f"{stem}.{part}.npy").write_bytes(content.getbuffer())
         digest.update(content.getbuffer())
-    least, p10, median, p90, most = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
+    quantiles = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
     return Packed(
         examples=len(labels),
         labels=np.bincount(labels, minlength=classes).tolist(),
-        lengths=Lengths(mean=float(np.mean(sizes)), min=least, p10=p10, median=median, p90=p90, max=most),
+        lengths=dict(zip(LENGTHS, [float(np.mean(sizes)), *quantiles], strict=True)),
         sha256=digest.hexdigest(),
     )
 
@@ -416,41 +367,3 @@ def _open(home: Path, name: str, spec: TaskSpec, expected: str) -> Split:
             "raise it, or lower task.data.max_length"
         )
     return split
-
-
-def as_text(stored: NDArray[np.uint8]) -> str:
-    """Bytes as UTF-8; what is none is shown as a replacement character."""
-    return stored.tobytes().decode("utf-8", "replace")
-
-
-def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a text file, numbered from 1, without their ends (LF or CRLF); with a progress bar in bytes."""
-    with (
-        open(file, "rb") as stream,
-        tqdm(total=file.stat().st_size, desc=f"reading {file.name}", unit="B", unit_scale=True, mininterval=1) as bar,
-    ):
-        for number, line in enumerate(stream, 1):
-            yield number, line.rstrip(b"\r\n")
-            bar.update(len(line))
-
-
-def check_length(length: int, max_length: int) -> None:
-    """The longest text must fit."""
-    if max_length > length:
-        raise DataError(f"task.data.length={length} is too short for task.data.max_length={max_length}: raise it")
-
-
-def require(task: str, folder: str, origin: str | None, files: Iterable[Path], what: str) -> None:
-    """All the files, or one sentence on how to get there."""
-    for file in files:
-        if not file.is_file():
-            raise DataError(
-                f"task={task} needs the file {file}, which is not there: {what}, "
-                f"then run `{command(task, folder, origin)}`"
-            )
-
-
-def command(task: str, folder: str, origin: str | None) -> str:
-    """What prepares a task's data, with the keys that it was asked for with."""
-    keys = ("" if folder == "data" else f" paths.data={folder}") + (f" paths.{task}={origin}" if origin else "")
-    return f"python -m lra_data prepare {task}{keys}"

@@ -1,14 +1,10 @@
-"""Files from the Hugging Face hub, or from its cache on this machine; no long wait where there is no hub."""
+"""Files from the Hugging Face hub, or from its cache on this machine."""
 
-import http.client
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from lra_data.base import DataError
 
-PATIENCE = 2.0  # seconds for a server to answer
+PATIENCE = 2.0  # seconds for the hub to answer
 
 
 def download(name: str, patterns: list[str], key: str, instead: str) -> Path:
@@ -19,33 +15,18 @@ def download(name: str, patterns: list[str], key: str, instead: str) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
 
-    offline = constants.HF_HUB_OFFLINE or not answers(constants.ENDPOINT)
+    try:  # snapshot_download alone would wait without end for a server that does not answer
+        huggingface_hub.dataset_info(name, timeout=PATIENCE)
+        reachable = True
+    except Exception:  # of the network or of the hub: there are many
+        reachable = False
     try:
         there = huggingface_hub.snapshot_download(
-            name, repo_type="dataset", allow_patterns=patterns, local_files_only=offline
+            name, repo_type="dataset", allow_patterns=patterns, local_files_only=not reachable
         )
-    except Exception as error:  # of the network or of the hub: there are many
-        reason = f"{constants.ENDPOINT} cannot be reached" if offline else repr(error)
+    except Exception as error:
+        reason = repr(error) if reachable else f"{constants.ENDPOINT} cannot be reached"
         raise DataError(
             f"{key}: {name} cannot be had ({reason}) and is not in the cache of this machine; {instead}"
         ) from None
     return Path(there)
-
-
-def answers(url: str) -> bool:
-    """Whether a server answers in time, whatever it says. In a thread, as looking up a name has no timeout."""
-    answered = threading.Event()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PATIENCE).close()
-        except urllib.error.HTTPError:
-            pass
-        except (OSError, ValueError, http.client.HTTPException):  # no server, no address, no answer
-            return
-        answered.set()
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return answered.is_set()

@@ -7,18 +7,11 @@ Trees are drawn, laid out and evaluated many at once, level by level, with numpy
 definition of the value. LRA's released files, basic_{train,val,test}.tsv, are read too.
 """
 
-import ctypes
 import hashlib
 import itertools
-import os
-import signal
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,18 +19,18 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
-from lra_data import base
-from lra_data.base import DataError, Example, Sizes, Source, Task, TaskSpec
+from lra_data.base import SPLITS, DataError, Example, Sizes, Source, Task, TaskSpec, cached
+from lra_data.lines import line_files
 
 # Frozen and ordered: a token is stored as its place here. The digits 0..9 are 4..13; without brackets, 14 tokens.
 TOKENS = ("[MIN", "[MAX", "[MED", "[SM", *"0123456789", "]")
+CODES = {word: code for code, word in enumerate(TOKENS)}
 ZERO, CLOSE = 4, 14
 OPERATOR_PROBABILITY = 0.25
 VOCABULARY = 32  # the base code's embedding table
 CHUNK = 2048  # trees drawn at once; part of what a seed means
 FILES = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}  # of LRA's release
-RELEASED = {"train": 96_000, "dev": 2_000, "test": 2_000}  # expressions in them; any others are a stand-in
-PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
+RELEASED = {"train": 96_000, "dev": 2_000, "test": 2_000}  # expressions in them
 DRY_CHUNKS = 50  # so many chunks in a row without a new expression: there are no more to be had
 
 Expression = tuple[NDArray[np.uint8], int]
@@ -77,37 +70,27 @@ def generate(
     seed: int, min_length: int = 500, max_length: int = 2000, max_depth: int = 10, max_args: int = 10
 ) -> Iterator[tuple[str, int]]:
     """Endless distinct (source, value), the source in the official form with parentheses."""
-    draw = partial(
-        _draw, seed=seed, min_length=min_length, max_length=max_length, max_depth=max_depth, max_args=max_args
-    )
-    for tokens, label in _distinct(map(draw, itertools.count())):
+    for tokens, label in _distinct(seed, min_length, max_length, max_depth, max_args):
         yield to_source(tokens), label
 
 
 def to_source(tokens: NDArray[np.uint8]) -> str:
     """The official text: `[MAX 1 2 ]` is `( ( ( [MAX 1 ) 2 ) ] )`; k arguments stand in k + 1 parentheses."""
-    words: list[str] = []
-    open_at: list[int] = []  # place of each open operator in words; its "(" are put before it at the end
+    unfinished: list[str] = []  # the text of each open list so far
     for token in tokens.tolist():
-        word = TOKENS[token]
+        text = TOKENS[token]
         if token < ZERO:
-            open_at.append(len(words))
-            words.append(word)
+            unfinished.append(text)
             continue
         if token == CLOSE:
-            words.append("] )")
-            closed = open_at.pop()
-            words[closed] = "( " + words[closed]
-        else:
-            words.append(word)
-        if open_at:  # an argument has ended
-            words[-1] += " )"
-            words[open_at[-1]] = "( " + words[open_at[-1]]
-    return " ".join(words)
+            text = f"( {unfinished.pop()} ] )"
+        if not unfinished:
+            return text
+        unfinished[-1] = f"( {unfinished[-1]} {text} )"
+    raise ValueError("the expression does not end")
 
 
-def spec(length: int) -> TaskSpec:
-    return TaskSpec(VOCABULARY, length, classes=10, paired=False)
+spec = partial(TaskSpec, VOCABULARY, classes=10, paired=False)
 
 
 @validate_call(config={"strict": True})
@@ -123,45 +106,39 @@ def load(
 ) -> Task:
     """ListOps packed on first use: generated, or read from LRA's files in the folder `origin`.
 
-    Generating takes all cores; the result does not depend on their number. `brackets` keeps `]`. Of files, `examples`
-    is the most that is taken, and min_length, max_length and seed mean nothing.
+    `brackets` keeps `]`. Of files, `examples` is the most that is taken, and min_length, max_length and seed mean
+    nothing.
     """
-    sizes: dict[str, Any] = {**examples}
-    shared: dict[str, Any] = {"brackets": brackets, "examples": sizes}
-
-    def texts(expressions: Iterable[Expression]) -> Iterator[Example]:
-        for tokens, label in expressions:
-            yield ((tokens if brackets else tokens[tokens != CLOSE]).tobytes(),), label
-
+    settings: dict[str, Any] = {"brackets": brackets}
     if origin:
-        paths = {split: Path(origin) / FILES[split] for split in base.SPLITS}
-        base.require("listops", folder, origin, paths.values(), "put LRA's there, or leave paths.listops out")
+        parse, hint = partial(_parse, brackets=brackets), "put LRA's there, or leave paths.listops out"
+        build, files = line_files("listops", folder, origin, FILES, RELEASED, parse, hint, header=b"Source\tTarget")
+        title = "basic_{train,val,test}.tsv"
+    else:
+        longest = max_length - 1
+        if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
+            longest -= -(-(longest - 1) // 11)
+        if not (2 <= min_length < max_length - 1 and longest <= length):
+            raise DataError(
+                f"task.data needs 2 <= min_length < max_length - 1 and length >= {longest} (the longest text), "
+                f"got min_length={min_length}, max_length={max_length}, length={length}"
+            )
+        settings |= {"min_length": min_length, "max_length": max_length, "seed": seed}
+        build, files = partial(_generated, examples, brackets, seed, min_length, max_length), {}
+        title = "the generator"
+    return cached(folder, "listops", spec(length), settings, examples, build, title, files, to_text)
 
-        def read() -> tuple[Source, dict[str, Iterable[Example]]]:
-            found = {split: list(_read(path)) for split, path in paths.items()}
-            real = {split: len(expressions) for split, expressions in found.items()} == RELEASED
-            return "lra" if real else "stand-in", {
-                split: texts(itertools.islice(found[split], sizes[split])) for split in base.SPLITS
-            }
 
-        files = {path.name: path for path in paths.values()}
-        return base.cached(folder, "listops", spec(length), shared, read, to_text, "basic_{train,val,test}.tsv", files)
+def _generated(
+    examples: Sizes, brackets: bool, seed: int, min_length: int, max_length: int
+) -> tuple[Source, dict[str, Iterator[Example]]]:
+    total = sum(examples[split] for split in SPLITS)
+    drawn = tqdm(_distinct(seed, min_length, max_length), "generating ListOps", total, mininterval=1)
+    return "generated", dict.fromkeys(SPLITS, (_example(*expression, brackets) for expression in drawn))
 
-    longest = max_length - 1
-    if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
-        longest -= -(-(longest - 1) // 11)
-    if not (2 <= min_length < max_length - 1 and longest <= length):
-        raise DataError(
-            f"task.data needs 2 <= min_length < max_length - 1 and length >= {longest} (the longest text), "
-            f"got min_length={min_length}, max_length={max_length}, length={length}"
-        )
 
-    def draw() -> tuple[Source, dict[str, Iterable[Example]]]:
-        drawn = texts(_draw_many(sum(sizes.values()), seed, min_length, max_length))
-        return "generated", {split: itertools.islice(drawn, sizes[split]) for split in base.SPLITS}
-
-    settings = shared | {"min_length": min_length, "max_length": max_length, "seed": seed}
-    return base.cached(folder, "listops", spec(length), settings, draw, to_text, "the generator")
+def _example(tokens: NDArray[np.uint8], label: int, brackets: bool) -> Example:
+    return ((tokens if brackets else tokens[tokens != CLOSE]).tobytes(),), label
 
 
 def to_text(tokens: NDArray[np.uint8]) -> str:
@@ -169,73 +146,35 @@ def to_text(tokens: NDArray[np.uint8]) -> str:
     return " ".join(TOKENS[token] for token in tokens.tolist())
 
 
-def _read(path: Path) -> Iterator[Expression]:
-    """A file of LRA's: Source and Target, a tab between, under a header."""
-    codes = {word.encode(): code for code, word in enumerate(TOKENS)}
-    for number, line in base.lines(path):
-        if number == 1 and line == b"Source\tTarget":
-            continue
-        fields = line.split(b"\t")
-        if len(fields) != 2:
-            raise DataError(f"{path}, line {number}: {len(fields)} fields, not 2 (Source, Target)")
-        source, target = fields
-        words = source.replace(b"(", b"").replace(b")", b"").split()
-        unknown = next((word for word in words if word not in codes), None)
-        if unknown is not None:
-            raise DataError(f"{path}, line {number}: {unknown.decode(errors='replace')!r} is no token of ListOps")
-        tokens = np.array([codes[word] for word in words], np.uint8)
-        if not _whole(tokens):
-            raise DataError(f"{path}, line {number}: not one whole expression")
-        if len(target) != 1 or not target.isdigit():
-            raise DataError(f"{path}, line {number}: the label {target.decode(errors='replace')!r} is not 0 to 9")
-        yield tokens, int(target)
-
-
-def _whole(tokens: NDArray[np.uint8]) -> bool:
-    """One expression: its root is open until the last token, and no list is empty."""
+def _parse(line: bytes, brackets: bool) -> Example:
+    """A line of LRA's files: Source and Target, a tab between."""
+    fields = line.split(b"\t")
+    if len(fields) != 2:
+        raise ValueError(f"{len(fields)} fields, not 2 (Source, Target)")
+    source, target = (field.decode(errors="replace") for field in fields)
+    words = source.replace("(", "").replace(")", "").split()
+    if unknown := next((word for word in words if word not in CODES), None):
+        raise ValueError(f"{unknown!r} is no token of ListOps")
+    tokens = np.array([CODES[word] for word in words], np.uint8)
     opens, closes = tokens < ZERO, tokens == CLOSE
     depth = np.cumsum(opens.astype(np.int64) - closes)
-    return bool(len(tokens) and (depth[:-1] > 0).all() and depth[-1] == 0 and not (opens[:-1] & closes[1:]).any())
+    # The root is open until the last token, and no list is empty.
+    if not (len(tokens) and (depth[:-1] > 0).all() and depth[-1] == 0) or (opens[:-1] & closes[1:]).any():
+        raise ValueError("not one whole expression")
+    if target not in TOKENS[ZERO:CLOSE]:
+        raise ValueError(f"the label {target!r} is not 0 to 9")
+    return _example(tokens, int(target), brackets)
 
 
-def _draw_many(total: int, seed: int, min_length: int, max_length: int) -> list[Expression]:
-    """`total` distinct expressions, drawn over all cores, with a progress line."""
-    draw = partial(_draw, seed=seed, min_length=min_length, max_length=max_length)
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(workers, initializer=_obey_the_parent) as pool:
-        expressions = _distinct(_in_order(pool, draw, ahead=2 * workers))
-        bar = tqdm(itertools.islice(expressions, total), "generating ListOps", total, mininterval=1)
-        return list(bar)
-
-
-def _obey_the_parent() -> None:
-    """Ctrl-C reaches the workers, too: it is for the parent to act on it. If that is killed, they must not live on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, draw: Callable[[int], list[Expression]], ahead: int
-) -> Iterator[list[Expression]]:
-    """draw(0), draw(1), ... without end, `ahead` of them under way at a time."""
-    chunks = itertools.count()
-    waiting = deque(pool.submit(draw, chunk) for chunk in itertools.islice(chunks, ahead))
-    try:
-        while True:
-            yield waiting.popleft().result()
-            waiting.append(pool.submit(draw, next(chunks)))
-    finally:
-        for future in waiting:
-            future.cancel()
-
-
-def _distinct(chunks: Iterable[list[Expression]]) -> Iterator[Expression]:
+def _distinct(
+    seed: int, min_length: int, max_length: int, max_depth: int = 10, max_args: int = 10
+) -> Iterator[Expression]:
+    """Expressions in the order of their chunks, each one once, without end."""
     seen: set[bytes] = set()
     dry = 0
-    for chunk in chunks:
+    for chunk in itertools.count():
         before = len(seen)
-        for tokens, label in chunk:
+        for tokens, label in _draw(chunk, seed, min_length, max_length, max_depth, max_args):
             digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
             if digest not in seen:
                 seen.add(digest)
@@ -263,9 +202,7 @@ class _Level:
         return np.cumsum(self.arguments) - self.arguments
 
 
-def _draw(
-    chunk: int, seed: int, min_length: int, max_length: int, max_depth: int = 10, max_args: int = 10
-) -> list[Expression]:
+def _draw(chunk: int, seed: int, min_length: int, max_length: int, max_depth: int, max_args: int) -> list[Expression]:
     """The kept ones of CHUNK trees. Digits at the root are too short to be kept: roots are operators."""
     rng = np.random.default_rng((seed, chunk))
     levels: list[_Level] = []

@@ -8,29 +8,29 @@ into one of their own, by the sha256 of their bytes: the packed data are the sam
 import glob
 import gzip
 import hashlib
-import importlib.util
-import itertools
 import logging
 import os
 import re
 import tarfile
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NoReturn
+from typing import IO, Any, Literal, NoReturn, cast
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
-from lra_data import base, hub
-from lra_data.base import Caps, DataError, Example, Source, Task, TaskSpec
+from lra_data import hub
+from lra_data.base import BYTES, Caps, DataError, Example, Source, Task, TaskSpec, cached
+from lra_data.lines import check_length, missing
 
 ARCHIVE, UNPACKED = "aclImdb_v1.tar.gz", "aclImdb"
-ARCHIVE_URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 HUB = "stanfordnlp/imdb"
 TFDS = "imdb_reviews/plain_text"
 PARTS = ("train", "test")
+FOLDERS = [f"{part}/{sentiment}" for part in PARTS for sentiment in ("neg", "pos")]
 HELD_OUT = 0.1
 # sha256 over the sha256 and label of every review, in our order: whatever has another one is a stand-in.
 IMDB = {
@@ -38,12 +38,12 @@ IMDB = {
     "test": "340290e10a3478d6774f31c5cfcb1976477898ff4c4d4527023973092ae394df",
 }
 _FILE = re.compile(r"\d+_\d+\.txt")  # number and rating
-_MEMBER = re.compile(rf"(?:\./)?aclImdb/(train|test)/(neg|pos)/{_FILE.pattern}")
+_MEMBER = re.compile(rf"(?:\./)?aclImdb/(?:{'|'.join(FOLDERS)})/{_FILE.pattern}")
 Reviews = dict[str, list[tuple[bytes, int]]]  # of each part: (review, label)
+Row = tuple[str, Any, Any, str]  # part, text, label, and where they stand
 
 
-def spec(length: int) -> TaskSpec:
-    return TaskSpec(base.BYTES, length, classes=2, paired=False)
+spec = partial(TaskSpec, BYTES, classes=2, paired=False)
 
 
 @validate_call(config={"strict": True})
@@ -63,66 +63,70 @@ def load(
     dev="test" is the base code's (the dev split IS the test split); "held-out" takes a seeded tenth of the
     training reviews, the same share of either label. `examples` caps the splits; null = all.
     """
-    limits: dict[str, Any] = {**examples}
-    base.check_length(length, max_length)
-    name, files, read = _place(folder, origin)
+    check_length(length, max_length)
+    name, files, read = _find(folder, origin)
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        reviews = read()
+        reviews = _checked(read())
         digests = {part: _arrange(reviews[part], f"{name} in {origin or folder}, {part}") for part in PARTS}
-        train, test = reviews["train"], reviews["test"]
-        held = test
+        splits = {"train": reviews["train"], "dev": reviews["test"], "test": reviews["test"]}
         if dev == "held-out":
-            chosen = _hold_out([label for _, label in train], seed)
-            held = [review for i, review in enumerate(train) if i in chosen]
-            train = [review for i, review in enumerate(train) if i not in chosen]
-        splits = {"train": train, "dev": held, "test": test}
+            held = _hold_out([label for _, label in reviews["train"]], seed)
+            for split, is_held in (("train", False), ("dev", True)):
+                splits[split] = [review for i, review in enumerate(reviews["train"]) if (i in held) == is_held]
         return "lra" if digests == IMDB else "stand-in", {
-            split: (((review[:max_length],), label) for review, label in itertools.islice(splits[split], limits[split]))
-            for split in base.SPLITS
+            split: (((review[:max_length],), label) for review, label in chosen) for split, chosen in splits.items()
         }
 
-    settings = {
-        "max_length": max_length,
-        "dev": dev,
-        "examples": limits,
-        "seed": seed if dev == "held-out" else None,
-    }
-    return base.cached(folder, "text", spec(length), settings, build, base.as_text, name, files)
+    settings = {"max_length": max_length, "dev": dev, "seed": seed if dev == "held-out" else None}
+    return cached(folder, "text", spec(length), settings, examples, build, name, files)
 
 
-def _place(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path], Callable[[], Reviews]]:
+def _find(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path], Callable[[], Iterable[Row]]]:
     """Name of the place, the files there, and what reads them."""
     if origin in ("hub", HUB):
-        return f"hub {HUB}", {}, lambda: _read_parquet(_download())
+        return f"hub {HUB}", {}, _read_hub
     if origin == "tfds":
         return f"tfds {TFDS}", {}, _read_tfds
     root = Path(origin or folder)
     places = [root / ARCHIVE, root / UNPACKED] + ([root] if origin else [])
     path = next((path for path in places if path.exists()), None)
     if path is None:
-
-        def missing() -> NoReturn:
-            raise DataError(
-                f"task=text needs {origin or places[0]}, which is not there: put the IMDb archive there (Large Movie "
-                f"Review Dataset v1.0), then run `{base.command('text', folder, origin)}`; or run it with "
-                "paths.text=hub (Hugging Face) or paths.text=tfds"
-            )
-
+        hint = "put the IMDb archive there (Large Movie Review Dataset v1.0)"
+        otherwise = "; or run it with paths.text=hub (Hugging Face) or paths.text=tfds"
+        error = missing("text", folder, origin, origin or str(places[0]), hint, otherwise)
         if origin:  # a place that was named must be there, packed data or not
-            missing()
-        return None, {}, missing
+            raise error
+        return None, {}, partial(_raise, error)
     if path.is_file():
-        return path.name, {path.name: path}, lambda: _read_archive(path)
-    leaves = {f"{part}/{sentiment}": path / part / sentiment for part in PARTS for sentiment in ("neg", "pos")}
-    if leaves["train/neg"].is_dir():
-        return f"{path.name}/", leaves, lambda: _read_folder(path)
+        return path.name, {path.name: path}, partial(_read_archive, path)
+    if (path / FOLDERS[0]).is_dir():
+        return f"{path.name}/", {name: path / name for name in FOLDERS}, partial(_read_folder, path)
     parquet = {str(file.relative_to(path)): file for file in sorted(path.rglob("*.parquet"))}
-    return f"{path.name}/*.parquet", parquet, lambda: _read_parquet(path)
+    return f"{path.name}/*.parquet", parquet, partial(_read_parquet, path)
+
+
+def _raise(error: DataError) -> NoReturn:
+    raise error
+
+
+def _checked(rows: Iterable[Row]) -> Reviews:
+    """The reviews without white space at the ends, as tensorflow-datasets has them (the real ones have none)."""
+    found: Reviews = {part: [] for part in PARTS}
+    for part, text, label, where in rows:
+        if not isinstance(text, str | bytes):
+            raise DataError(f"{where}: the text is {text!r}; get the data again")
+        if label not in (0, 1):
+            raise DataError(f"{where}: the label is {label!r}, not 0 or 1; get the data again")
+        review = (text.encode() if isinstance(text, str) else text).strip()
+        if not review:
+            raise DataError(f"{where} is empty; get the data again")
+        found[part].append((review, int(label)))
+    return found
 
 
 def _arrange(reviews: list[tuple[bytes, int]], where: str) -> str:
-    """Check the reviews of a part, put them into our order, and return the sha256 of what they are."""
+    """Check the labels of a part, put its reviews into our order, and return the sha256 of what they are."""
     positive = sum(label for _, label in reviews)
     if not reviews or 2 * positive != len(reviews):
         raise DataError(f"{where}: {positive} positive of {len(reviews)} reviews, not one half; get the data again")
@@ -138,126 +142,87 @@ def _hold_out(labels: list[int], seed: int) -> set[int]:
     return {int(i) for of_label in places for i in of_label[: round(HELD_OUT * len(of_label))]}
 
 
-def _review(content: bytes, name: str) -> bytes:
-    """Without white space at the ends, as tensorflow-datasets has it (the real ones have none)."""
-    review = content.strip()
-    if not review:
-        raise DataError(f"{name} is empty; get the data again")
-    return review
-
-
-def _read_archive(archive: Path) -> Reviews:
-    """Read as a stream, nothing is unpacked. Read to its end, where the checksum is."""
-    found: dict[str, dict[str, tuple[bytes, int]]] = {part: {} for part in PARTS}
+@contextmanager
+def _explained(what: str, instead: str) -> Iterator[None]:
+    """One sentence for whatever a library says of data that it cannot read, or of a column that is not there."""
     try:
-        with gzip.open(archive) as stream:
-            with tarfile.open(fileobj=stream, mode="r|") as tar:
-                for member in tqdm(tar, f"reading {archive.name}", unit=" files", mininterval=1):
-                    path = PurePosixPath(member.name)
-                    if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-                        raise DataError(
-                            f"{archive}: its member {member.name} is a link or leads out of the archive: this is not "
-                            "the IMDb archive; get it again"
-                        )
-                    if name := _MEMBER.fullmatch(member.name):
-                        part, sentiment = name.groups()
-                        file = tar.extractfile(member)
-                        review = _review(file.read() if file else b"", f"{archive}: {member.name}")
-                        found[part][member.name] = review, int(sentiment == "pos")
-            while stream.read(2**20):
-                pass
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{archive} cannot be read ({error}); get the archive again") from None
-    return {part: list(reviews.values()) for part, reviews in found.items()}
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # libraries have many
+        raise DataError(f"{what} cannot be read ({error!r}); {instead}") from None
 
 
-def _read_folder(folder: Path) -> Reviews:
+def _read_archive(archive: Path) -> Iterator[Row]:
+    """Read as a stream, nothing is unpacked. Read to its end, where the checksum is."""
+    with _explained(str(archive), "get the archive again"), gzip.open(archive) as stream:
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            for member in tqdm(tar, f"reading {archive.name}", unit=" files", mininterval=1):
+                path = PurePosixPath(member.name)
+                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                    raise DataError(
+                        f"{archive}: its member {member.name} is a link or leads out of the archive: this is not "
+                        "the IMDb archive; get it again"
+                    )
+                if _MEMBER.fullmatch(member.name):
+                    content = cast(IO[bytes], tar.extractfile(member)).read()
+                    yield path.parts[-3], content, path.parts[-2] == "pos", f"{archive}: {member.name}"
+        while stream.read(2**20):
+            pass
+
+
+def _read_folder(folder: Path) -> Iterator[Row]:
     """The unpacked archive."""
-    found: Reviews = {part: [] for part in PARTS}
-    for part in PARTS:
-        for label, sentiment in enumerate(("neg", "pos")):
-            files = [file for file in (folder / part / sentiment).iterdir() if _FILE.fullmatch(file.name)]
-            for file in tqdm(files, f"reading {part}/{sentiment}", unit=" files", mininterval=1):
-                found[part].append((_review(file.read_bytes(), str(file)), label))
-    return found
+    for name in FOLDERS:
+        files = [file for file in (folder / name).glob("*.txt") if _FILE.fullmatch(file.name)]
+        for file in tqdm(files, f"reading {name}", unit=" files", mininterval=1):
+            yield name.partition("/")[0], file.read_bytes(), name.endswith("pos"), str(file)
 
 
-def _read_parquet(folder: Path) -> Reviews:
+def _read_parquet(folder: Path) -> Iterator[Row]:
     """The hub's layout: train-*.parquet and test-*.parquet, in `folder` or below, with columns text and label."""
-    files = {part: sorted(glob.escape(str(file)) for file in folder.rglob(f"{part}*.parquet")) for part in PARTS}
+    import datasets  # takes seconds
+
     for part in PARTS:
-        if not files[part]:
+        files = sorted(glob.escape(str(file)) for file in folder.rglob(f"{part}*.parquet"))
+        if not files:
             raise DataError(
                 f"{folder} has neither {part}/neg and {part}/pos, as the IMDb archive has, nor {part}-*.parquet, as "
                 "the hub has: give the folder that does"
             )
-
-    import datasets  # takes seconds
-
-    found: Reviews = {part: [] for part in PARTS}
-    for part in PARTS:
-        try:
+        with _explained(f"{folder}, {part}: its files", "get them again"):
             # Streaming: nothing is copied into a cache of its own.
-            rows = datasets.load_dataset("parquet", data_files=files, split=part, streaming=True)
-            for number, row in enumerate(tqdm(rows, f"reading {part}", unit=" reviews", mininterval=1)):
-                found[part].append(_row(row["text"], row["label"], f"{folder}, {part}, row {number}"))
-        except DataError:
-            raise
-        except Exception as error:  # of pyarrow, fsspec or datasets, or a column that is not there
-            raise DataError(f"{folder}, {part}: its files cannot be read ({error!r}); get them again") from None
-    return found
+            rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+            yield from _rows(part, rows, f"{folder}, {part}")
 
 
-def _row(text: Any, label: Any, where: str) -> tuple[bytes, int]:
-    """A review out of a table."""
-    if not isinstance(text, str | bytes):
-        raise DataError(f"{where}: the text is {text!r}; get the data again")
-    if label not in (0, 1):
-        raise DataError(f"{where}: the label is {label!r}, not 0 or 1; get the data again")
-    return _review(text.encode() if isinstance(text, str) else text, where), int(label)
+def _rows(part: str, rows: Iterable[Any], where: str) -> Iterator[Row]:
+    for number, row in enumerate(tqdm(rows, f"reading {part}", unit=" reviews", mininterval=1)):
+        yield part, row["text"], row["label"], f"{where}, row {number}"
 
 
-def _download() -> Path:
+def _read_hub() -> Iterator[Row]:
     instead = f"put {ARCHIVE} into paths.data instead, or give a folder of its parquet files as paths.text"
-    return hub.download(HUB, [f"*/{part}-*.parquet" for part in PARTS], "paths.text=hub", instead)
+    return _read_parquet(hub.download(HUB, [f"*/{part}-*.parquet" for part in PARTS], "paths.text=hub", instead))
 
 
-def _read_tfds() -> Reviews:
-    """As tensorflow-datasets has prepared it, or prepares it now, in its own folder (TFDS_DATA_DIR)."""
+def _read_tfds() -> Iterator[Row]:
+    """As tensorflow-datasets has prepared it in its own folder (TFDS_DATA_DIR)."""
     import tensorflow_datasets as tfds
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of a folder that is not there
     instead = f"put {ARCHIVE} into paths.data instead"
-    tensorflow = importlib.util.find_spec("tensorflow")
-    found: Reviews = {part: [] for part in PARTS}
-    try:
-        home = os.environ.get("TFDS_DATA_DIR")  # else its default; read here, not when it is imported
-        builder = tfds.builder(TFDS, data_dir=home)
+    with _explained(f"paths.text=tfds: {TFDS}", instead):
+        builder = tfds.builder(TFDS, data_dir=os.environ.get("TFDS_DATA_DIR"))  # read here, not at its import
         if not builder.is_prepared():
-            if not tensorflow:
-                raise DataError(
-                    f"paths.text=tfds: {builder.data_dir} is not there, and tensorflow-datasets needs TensorFlow to "
-                    f"make it: pip install 'macformer[tfds]', or {instead}"
-                )
-            if not hub.answers(ARCHIVE_URL):
-                raise DataError(f"paths.text=tfds: {ARCHIVE_URL} cannot be reached; {instead}")
-            builder = tfds.builder(TFDS, data_dir=home, file_format="array_record")  # to be read without TensorFlow
-            builder.download_and_prepare()
-        random_access = builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD
-        if not random_access and not tensorflow:
             raise DataError(
-                f"paths.text=tfds: {builder.data_dir} is in a format that only TensorFlow reads: pip install "
-                f"'macformer[tfds]', or {instead}"
+                f"paths.text=tfds: {builder.data_dir} is not there: make it with `pip install 'macformer[tfds]'` and "
+                f"`tfds build imdb_reviews --file_format=array_record`, or {instead}"
             )
+        random_access = builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD  # the others need TensorFlow
         for part in PARTS:
-            told = builder.info.splits[part].num_examples
             rows = builder.as_data_source(part) if random_access else tfds.as_numpy(builder.as_dataset(split=part))
-            for number, row in enumerate(tqdm(rows, f"reading {part}", told, unit=" reviews", mininterval=1)):
-                found[part].append(_row(row["text"], row["label"], f"{builder.data_dir}, {part}, row {number}"))
-            if len(found[part]) != told:  # some of its formats lose rows
-                raise DataError(f"{builder.data_dir}: {len(found[part])} of {told} {part} reviews; {instead}")
-    except DataError:
-        raise
-    except Exception as error:  # of tensorflow-datasets: there are many
-        raise DataError(f"paths.text=tfds: {TFDS} cannot be read ({error!r}); {instead}") from None
-    return found
+            rows, total = list(rows), builder.info.splits[part].num_examples
+            if len(rows) != total:  # some of its formats lose rows
+                raise DataError(f"{builder.data_dir}: {len(rows)} of {total} {part} reviews; {instead}")
+            yield from _rows(part, rows, f"{builder.data_dir}, {part}")

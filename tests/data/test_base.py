@@ -3,10 +3,10 @@
 import itertools
 import json
 import multiprocessing
-import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ def build_of(examples: list[base.Example]) -> base.Build:
 
 
 def cached(folder: Path, spec: TaskSpec, examples: list[base.Example], **keys: object) -> base.Task:
-    return base.cached(folder, "t", spec, keys, build_of(examples), base.as_text, None)
+    return base.cached(folder, "t", spec, keys, base.ALL, build_of(examples))
 
 
 def left(folder: Path) -> list[Path]:
@@ -85,7 +85,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
         return "lra", dict.fromkeys(base.SPLITS, examples())
 
     with pytest.raises(DataError, match="ends early"):
-        base.cached(tmp_path, "t", SPEC, {}, build, base.as_text, None)
+        base.cached(tmp_path, "t", SPEC, {}, base.ALL, build)
     assert left(tmp_path) == [tmp_path / "t"]
 
 
@@ -101,7 +101,7 @@ def slowly(folder: Path, letter: bytes) -> None:
         (folder / f"built-{letter.decode()}").touch()
         return "stand-in", {split: examples() for split in base.SPLITS}
 
-    task = base.cached(folder, "t", SPEC, {}, build, base.as_text, None)
+    task = base.cached(folder, "t", SPEC, {}, base.ALL, build)
     assert len(set(bytes(task.splits["train"].tokens))) == 1
 
 
@@ -148,7 +148,7 @@ def switching(folder: Path, origin: str) -> None:
     """Want data of one's own again and again, while another process wants others under the same settings."""
     examples = [((origin.encode() * 5,), 1)] * 3
     for _ in range(60):
-        task = base.cached(folder, "t", SPEC, {}, build_of(examples), base.as_text, origin)
+        task = base.cached(folder, "t", SPEC, {}, base.ALL, build_of(examples), origin)
         assert bytes(task.splits["test"].tokens) == origin.encode() * 15
         assert task.manifest.origin == origin
 
@@ -203,7 +203,7 @@ def test_an_empty_split_is_refused(tmp_path: Path) -> None:
 
 def test_majority_is_the_best_constant_answer(tmp_path: Path) -> None:
     splits = {"train": [((b"a",), 1)] * 3, "dev": [((b"a",), 0)], "test": [((b"a",), 0)] * 3 + [((b"a",), 1)]}
-    task = base.cached(tmp_path, "t", SPEC, {}, lambda: ("stand-in", splits), base.as_text, None)
+    task = base.cached(tmp_path, "t", SPEC, {}, base.ALL, lambda: ("stand-in", splits))
     assert task.majority == 0.75
 
 
@@ -255,32 +255,32 @@ def test_trimmed_batches_are_as_long_as_their_longest_rounded_up(tmp_path: Path)
         assert np.array_equal(ids, train.batch(np.array([index]), trim=False)[0][:, :, :length])
 
 
-def test_damaged_data_are_named(tmp_path: Path) -> None:
-    cached(tmp_path, SPEC, [((b"abc",), 1)])
-    (home,) = (path.parent for path in tmp_path.rglob("manifest.json"))
-    shutil.copytree(home, tmp_path / "whole")
-    pickled = np.array([{"a": 1}], object)
-    versioned = json.dumps({"data_version": base.DATA_VERSION})
-    told = json.loads((home / "manifest.json").read_text())
-    lacking = json.dumps(told | {"splits": {"train": told["splits"]["train"]}})
-    damages = {
-        "the sha256 of train is": lambda: (home / "train.tokens.bin").write_bytes(b"abd" + bytes(base.SLACK)),
-        "the sha256 of dev is": lambda: np.save(home / "dev.labels.npy", np.array([0], np.uint8)),
-        "the sha256 of test is": lambda: (home / "test.offsets.npy").write_bytes(b""),
-        "the sha256 .*test": lambda: np.save(home / "test.labels.npy", pickled, allow_pickle=True),
-        "No such file": lambda: (home / "test.tokens.bin").unlink(),
-        "manifest.json is no manifest": lambda: (home / "manifest.json").write_text("{"),
-        "manifest.json is no": lambda: (home / "manifest.json").write_text("[]"),
-        "manifest.json, source: Field required": lambda: (home / "manifest.json").write_text(versioned),
-        "manifest.json, splits: .* not train, dev, test": lambda: (home / "manifest.json").write_text(lacking),
-    }
-    for what, damage in damages.items():
-        damage()
-        with pytest.raises(DataError, match=rf"{home} are damaged \(.*{what}.*\): delete that folder"):
-            cached(tmp_path, SPEC, [])
-        shutil.rmtree(home)
-        shutil.copytree(tmp_path / "whole", home)
-    assert len(cached(tmp_path, SPEC, []).splits["train"]) == 1
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "tokens": ("the sha256 of train is", lambda home: (home / "train.tokens.bin").write_bytes(b"abd" + bytes(2**16))),
+    "labels": ("the sha256 of dev is", lambda home: np.save(home / "dev.labels.npy", np.array([0], np.uint8))),
+    "offsets": ("the sha256 of test is", lambda home: (home / "test.offsets.npy").write_bytes(b"")),
+    "pickle": ("the sha256 of test", lambda home: np.save(home / "test.labels.npy", np.array([{}]), allow_pickle=True)),
+    "file": ("No such file", lambda home: (home / "test.tokens.bin").unlink()),
+    "json": ("manifest.json is no manifest", lambda home: (home / "manifest.json").write_text("{")),
+    "list": ("manifest.json is no manifest", lambda home: (home / "manifest.json").write_text("[]")),
+    "keys": ("manifest.json is no manifest", lambda home: rewrite(home / "manifest.json", "source")),
+    "splits": ("manifest.json is no manifest", lambda home: rewrite(home / "manifest.json", "splits", "dev")),
+}
+
+
+def rewrite(manifest: Path, *key: str) -> None:
+    """Take out a key."""
+    content = json.loads(manifest.read_text())
+    del reduce(dict.__getitem__, key[:-1], content)[key[-1]]
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(("complaint", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_damaged_data_are_named(complaint: str, damage: Callable[[Path], object], tmp_path: Path) -> None:
+    home = cached(tmp_path, SPEC, [((b"abc",), 1)]).home
+    damage(home)
+    with pytest.raises(DataError, match=rf"{home} are damaged \(.*{complaint}.*\): delete that folder"):
+        cached(tmp_path, SPEC, [])
 
 
 def test_a_text_longer_than_the_padded_length_is_refused(tmp_path: Path) -> None:

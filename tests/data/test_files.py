@@ -4,11 +4,12 @@ import gzip
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import tensorflow_datasets as tfds
 from datasets import ClassLabel, Dataset, Features, Value
 
-from lra_data import hub, listops, retrieval, text
+from lra_data import __main__, listops, retrieval, text
 from lra_data.base import DataError, Task
 from tests.conftest import ROOT, write_archive, write_pairs
 from tests.data.test_base import left
@@ -41,12 +42,10 @@ def test_text_is_all_reviews_with_their_labels_cut_to_the_length(sources: Path) 
     assert {int(re.match(rb"train (\d+): ", review)[1]) for review in reviews} == set(range(20))
     assert max(map(len, reviews)) == 60
     assert task.source == "stand-in"
-
-
-def test_the_order_of_text_mixes_the_labels(sources: Path) -> None:
-    """A run that takes the first examples alone should see both."""
-    labels = read_text(sources).splits["train"].labels
-    assert 3 <= labels[:20].sum() <= 17  # 20 of 40 at random: outside with p < 1e-5
+    # A run that takes the first examples alone should see both: 20 of 40 at random are outside with p < 1e-5.
+    assert 3 <= task.splits["train"].labels[:20].sum() <= 17
+    few = text.load(str(sources), 64, 60, "test", {"train": 7, "dev": 5, "test": None}, 0)
+    assert {name: len(split) for name, split in few.splits.items()} == {"train": 7, "dev": 5, "test": 40}
 
 
 def test_text_holds_out_a_tenth_of_either_label_by_its_seed(sources: Path, tmp_path: Path) -> None:
@@ -135,6 +134,7 @@ def test_every_source_of_text_gives_the_same_bytes(
         tmp_path / "unpacked" / text.UNPACKED,
         write_parquet(archive, tmp_path / "parquet"),
         "hub",
+        "stanfordnlp/imdb",
         "tfds",
     ]
     tasks = [read_text(tmp_path / str(i), origin, "held-out") for i, origin in enumerate(places)]
@@ -145,6 +145,7 @@ def test_every_source_of_text_gives_the_same_bytes(
         "aclImdb/",
         "aclImdb/",
         "parquet/*.parquet",
+        "hub stanfordnlp/imdb",
         "hub stanfordnlp/imdb",
         "tfds imdb_reviews/plain_text",
     ]
@@ -161,31 +162,23 @@ def test_what_was_prepared_from_elsewhere_needs_no_word_of_it_again(
     assert "was made from aclImdb_v1.tar.gz, not from pq/*.parquet: it is made anew" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense"])
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense", "silent"])
 def test_without_a_hub_nothing_is_tried_twice_and_the_way_out_is_said(endpoint: str, tmp_path: Path) -> None:
-    """Left to itself, `datasets` tries for 23 seconds, with a line for each try."""
-    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
-    failed = lra_data("prepare", "text", f"paths.data={tmp_path}", "paths.text=hub", **environment)
+    """Nor waited for long where a server takes the call and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = endpoint.replace("silent", f"http://127.0.0.1:{server.getsockname()[1]}")
+        command = [sys.executable, "-m", "lra_data", "prepare", "text", f"paths.data={tmp_path}", "paths.text=hub"]
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
+        failed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
     assert failed.returncode == 1
     sentence = rf"error: paths.text=hub: stanfordnlp/imdb cannot be had \({endpoint} cannot be reached\) .* put aclImdb"
     assert re.match(sentence, failed.stderr), failed.stderr
     assert len(failed.stderr.splitlines()) == 1
 
 
-def test_the_hub_may_be_called_by_its_id() -> None:
-    assert text._place("data", "stanfordnlp/imdb")[0] == text._place("data", "hub")[0] == "hub stanfordnlp/imdb"
-
-
-def test_tfds_without_tensorflow_or_network_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tfds_that_is_not_prepared_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        DataError, match=rf"{tmp_path}.* is not there, .* TensorFlow to make it: pip install 'macf.*tfds"
-    ):
-        read_text(tmp_path, "tfds")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "tensorflow")
-    monkeypatch.setattr(hub, "answers", lambda _: False)
-    with pytest.raises(DataError, match=r"aclImdb_v1.tar.gz cannot be reached; put aclImdb_v1.tar.gz into paths.data"):
+    with pytest.raises(DataError, match=rf"{tmp_path}.* is not there: make it with `pip install .*`tfds build imdb"):
         read_text(tmp_path, "tfds")
 
 
@@ -203,23 +196,6 @@ def test_damaged_tfds_is_named(damage: str, sources: Path, tmp_path: Path, monke
     with pytest.raises(DataError, match=r"(cannot be read|40 of 41 train reviews).*; put aclImdb_v1.tar.gz into paths"):
         read_text(tmp_path, "tfds")
     assert not left(tmp_path / "text")
-
-
-def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where not the server but the look-up of its name hangs."""
-    monkeypatch.setattr(hub, "PATIENCE", 0.1)
-    end, let_go, done = threading.Event(), [], threading.Event()
-
-    def hang(*_: object, **__: object) -> None:
-        let_go.append(end.wait(60))
-        done.set()
-        raise OSError
-
-    monkeypatch.setattr("urllib.request.urlopen", hang)
-    assert not hub.answers("http://nobody.invalid")
-    end.set()
-    assert done.wait(60)
-    assert let_go == [True]  # it still hung when it was given up
 
 
 def test_retrieval_is_pairs(sources: Path) -> None:
@@ -327,15 +303,6 @@ def test_a_bad_line_of_listops_is_named_and_leaves_nothing(line: str, complaint:
     assert not left(tmp_path / "listops")
 
 
-def test_a_missing_listops_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"basic_train.tsv, which is not there: .* leave paths.listops out"):
-        read_listops(tmp_path, tmp_path)
-
-
-def replaced(archive: Path, change: Callable[[bytes], bytes]) -> None:
-    archive.write_bytes(change(archive.read_bytes()))
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -352,7 +319,8 @@ def test_a_damaged_archive_is_named_and_leaves_nothing(
     change: Callable[[bytes], bytes], complaint: str, tmp_path: Path
 ) -> None:
     write_archive(tmp_path / text.ARCHIVE, reviews=200)
-    replaced(tmp_path / text.ARCHIVE, change)
+    archive = tmp_path / text.ARCHIVE
+    archive.write_bytes(change(archive.read_bytes()))
     with pytest.raises(DataError, match=f"{text.ARCHIVE} {complaint}"):
         read_text(tmp_path)
     assert not left(tmp_path / "text")
@@ -398,12 +366,13 @@ def test_an_archive_of_something_else_is_named(tmp_path: Path) -> None:
 
 def test_a_review_keeps_its_bytes_utf8_or_not(tmp_path: Path) -> None:
     folder = tmp_path / text.UNPACKED
-    for part in text.PARTS:
-        for sentiment in ("neg", "pos"):
-            (folder / part / sentiment).mkdir(parents=True)
-            (folder / part / sentiment / "0_5.txt").write_bytes(f"{part} {sentiment} ".encode() + b"\xff\xe9\x00")
+    for name in text.FOLDERS:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "0_5.txt").write_bytes(f"{name} ".encode() + b"\xff\xe9\x00")
+    (folder / "train" / "neg" / "._0_5.txt").write_text("what a Mac leaves in a folder is no review")
     task = read_text(tmp_path)
-    assert {words(task, "train", i)[0] for i in range(2)} == {b"train neg \xff\xe9\x00", b"train pos \xff\xe9\x00"}
+    assert len(task.splits["train"]) == 2
+    assert {words(task, "train", i)[0] for i in range(2)} == {b"train/neg \xff\xe9\x00", b"train/pos \xff\xe9\x00"}
 
 
 def test_a_folder_may_have_any_name(sources: Path, tmp_path: Path) -> None:
@@ -492,23 +461,14 @@ def test_a_place_that_was_named_must_be_there_packed_data_or_not(sources: Path, 
         load(sources)
         with pytest.raises(DataError, match=f"{nowhere}.*, which is not there: .* paths.[a-z]+={nowhere}`"):
             load(nowhere)
-
-
-def test_the_cap_of_examples_is_kept(sources: Path, tmp_path: Path) -> None:
-    task = text.load(str(tmp_path), 64, 60, "test", {"train": 7, "dev": 5, "test": None}, 0, str(sources))
-    assert {name: len(split) for name, split in task.splits.items()} == {"train": 7, "dev": 5, "test": 40}
+    with pytest.raises(DataError, match=r"basic_train.tsv, which is not there: .* leave paths.listops out"):
+        read_listops(tmp_path, nowhere)
 
 
 def test_texts_longer_than_the_padded_length_are_refused_before_they_are_read(tmp_path: Path) -> None:
     for load in (lambda: text.load(str(tmp_path), 64, 65, "test", ALL, 0), lambda: retrieval.load("x", 64, 65, ALL)):
         with pytest.raises(DataError, match=r"task\.data\.length=64 is too short for task\.data\.max_length=65"):
             load()
-
-
-def test_what_a_mac_leaves_in_a_folder_is_no_review(sources: Path, tmp_path: Path) -> None:
-    folder = unpack(sources / text.ARCHIVE, tmp_path / "unpacked")
-    (folder / text.UNPACKED / "train" / "neg" / "._0_2.txt").write_text("no review")
-    assert len(read_text(tmp_path, folder).splits["train"]) == 40
 
 
 def test_another_source_file_is_read_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -523,21 +483,20 @@ def test_another_source_file_is_read_anew(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.data
-def test_the_real_archive_is_lra_text(shared_data: Path, tmp_path: Path) -> None:
+def test_the_real_archive_is_lra_text_and_no_longer_so_with_one_changed_review(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, arrange = [], text._arrange
+    monkeypatch.setattr(text, "_arrange", lambda reviews, where: read.append(reviews) or arrange(reviews, where))
     task = text.load(str(tmp_path), 4096, 4000, "test", ALL, 0, str(shared_data))
     assert task.source == "lra"
     assert {name: len(split) for name, split in task.splits.items()} == dict.fromkeys(ALL, 25_000)
     assert task.splits["test"].labels.mean() == 0.5
     assert task.splits["train"].batch(np.arange(25_000)[::500], trim=False)[0].max() <= 256
-
-
-@pytest.mark.data
-def test_one_changed_review_is_no_longer_imdb(shared_data: Path, tmp_path: Path) -> None:
-    reviews = text._read_archive(shared_data / text.ARCHIVE)
-    assert text._arrange(reviews["train"], "train") == text.IMDB["train"]
-    review, label = reviews["train"][0]
-    reviews["train"][0] = review + b".", label
-    assert text._arrange(reviews["train"], "train") != text.IMDB["train"]
+    train = read[0]
+    assert arrange(train, "train") == text.IMDB["train"]
+    train[0] = train[0][0] + b".", train[0][1]
+    assert arrange(train, "train") != text.IMDB["train"]
 
 
 @pytest.mark.data
@@ -552,9 +511,19 @@ def test_the_stand_in_for_retrieval_is_marked_as_one(shared_data: Path, tmp_path
     assert task.splits["train"].lengths.max() == 4000
 
 
-def lra_data(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lra_data", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
+def lra_data(*words: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m lra_data words...` does, without the second that its imports take."""
+    output, errors, code = io.StringIO(), io.StringIO(), None
+    with redirect_stdout(output), redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lra_data", *words])
+        try:
+            __main__.main()
+        except SystemExit as end:
+            code = end.code
+    if isinstance(code, str):  # what sys.exit prints
+        errors.write(f"{code}\n")
+        code = 1
+    return subprocess.CompletedProcess(words, code or 0, output.getvalue(), errors.getvalue())
 
 
 def test_prepare_says_what_is_ready(tmp_path: Path) -> None:

@@ -1,18 +1,17 @@
-"""python -m lra_data doctor | show, and the floors: what cheap predictors reach."""
+"""python -m lra_data prepare | doctor | show, and the trivial baselines."""
 
 import json
-import os
+import multiprocessing
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lra_data import base, floors, listops
+from lra_data import __main__, base, baselines, listops
 from lra_data.base import Task, TaskSpec
 from tests.conftest import ROOT, write_archive
 from tests.data.test_base import left
@@ -23,7 +22,7 @@ ONE, PAIR = TaskSpec(512, 64, 2, paired=False), TaskSpec(512, 64, 2, paired=True
 
 
 def task_of(folder: Path, spec: TaskSpec, examples: Examples) -> Task:
-    return base.cached(folder, "t", spec, {}, lambda: ("stand-in", examples), base.as_text, None)
+    return base.cached(folder, "t", spec, {}, base.ALL, lambda: ("stand-in", examples))
 
 
 def split_up(examples: list[base.Example]) -> Examples:
@@ -35,7 +34,7 @@ def test_majority_and_length_are_fitted_on_train_and_scored_on_dev_and_test(tmp_
     train = [((b"a" * 5,), 0)] * 60 + [((b"a" * 20,), 1)] * 40
     dev = [((b"a" * 5,), 0)] * 10 + [((b"a" * 20,), 1)] * 25 + [((b"a" * 20,), 0)] * 5
     task = task_of(tmp_path, ONE, {"train": train, "dev": dev, "test": dev[:20]})
-    assert floors.measure("no task of ours", task) == {
+    assert baselines.measure("no task of ours", task) == {
         "dev": {"majority": 15 / 40, "length": 35 / 40},
         "test": {"majority": 10 / 20, "length": 20 / 20},
     }
@@ -43,7 +42,10 @@ def test_majority_and_length_are_fitted_on_train_and_scored_on_dev_and_test(tmp_
 
 def test_a_key_that_train_does_not_have_gets_the_commonest_label(tmp_path: Path) -> None:
     splits = task_of(tmp_path, ONE, split_up([((b"a",), 1)] * 10)).splits
-    assert floors.by_key(lambda train, dev: ([0] * len(train), [9] * len(dev)))(splits["train"], splits["dev"]) == 1
+    assert (
+        baselines.by_key(lambda split: np.full((len(split), 1), split is splits["dev"]))(splits["train"], splits["dev"])
+        == 1
+    )
 
 
 def test_bag_of_bytes_learns_from_shares_of_bytes_alone(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_bag_of_bytes_learns_from_shares_of_bytes_alone(tmp_path: Path) -> None:
         return (letters.astype(np.uint8).tobytes(),), label
 
     examples = split_up([review(i // 2 % 2) for i in range(2000)])
-    scored = floors.bag_of_bytes(*(task_of(tmp_path, ONE, examples).splits[name] for name in ("train", "dev")))
+    scored = baselines.bag_of_bytes(*(task_of(tmp_path, ONE, examples).splits[name] for name in ("train", "dev")))
     shares = [(texts[0].count(b"a") / len(texts[0]) > 0.325) == label for texts, label in examples["dev"]]
     assert scored == pytest.approx(np.mean(shares), abs=0.04)  # the best line through them; s.e. 0.01
     assert scored > 0.8
@@ -72,7 +74,9 @@ def test_bag_of_bytes_of_a_pair_learns_whether_the_two_are_alike(tmp_path: Path)
         first = int(rng.integers(2))
         return (text(first), text(first if label else 1 - first)), label
 
-    measured = floors.measure("retrieval", task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)])))
+    measured = baselines.measure(
+        "retrieval", task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)]))
+    )
     measured = measured["dev"]
     assert measured["bag of bytes"] > 0.95
     assert measured["byte-set overlap"] < 0.65  # of 400: chance and 6 standard errors
@@ -82,16 +86,14 @@ def test_byte_overlap_sees_what_two_texts_share(tmp_path: Path) -> None:
     """Relative to what stands in either: 2 of 2 bytes are more than 4 of 8."""
     examples = [((b"ab", b"bba"), 1), ((b"abcdef", b"abcdxy"), 0)] * 20
     splits = task_of(tmp_path, PAIR, {"train": examples, "dev": examples, "test": examples}).splits
-    ours, theirs = floors.byte_overlap(splits["train"], splits["dev"])
-    assert ours == theirs
-    assert ours[0] > ours[1]
-    assert floors.OWN["retrieval"]["byte-set overlap"](splits["train"], splits["dev"]) == 1
+    overlap = baselines.byte_overlap(splits["train"])
+    assert overlap[0] > overlap[1]
+    assert baselines.OWN["retrieval"]["byte-set overlap"](splits["train"], splits["dev"]) == 1
 
 
 def test_the_length_of_a_pair_is_that_of_both(tmp_path: Path) -> None:
-    examples = [((b"a" * 9, b"b" * long), int(long > 9)) for long in (3, 20)] * 20
-    splits = {"train": examples, "dev": examples, "test": examples}
-    assert floors.measure("retrieval", task_of(tmp_path, PAIR, splits))["test"]["length"] == 1
+    task = task_of(tmp_path, PAIR, split_up([((b"a" * 9, b"b" * long), int(long > 9)) for long in (3, 3, 20, 20)] * 20))
+    assert baselines.measure("retrieval", task)["dev"]["length"] == 1
 
 
 def test_the_root_and_its_digits_leave_nested_lists_out(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_the_root_and_its_digits_leave_nested_lists_out(tmp_path: Path) -> None:
     for brackets, expected in ((True, "direct"), (False, "leading")):
         split = listops.load(str(tmp_path), 64, 60, 10, brackets, sizes, 3).splits["train"]
         with_ = listops.load(str(tmp_path), 64, 60, 10, True, sizes, 3).splits["train"]
-        keys, _ = floors.root_and_digits(split, split)
+        keys = baselines.root_and_digits(split)
         for i, (root, value) in enumerate(keys):
             words = listops.to_text(with_.texts(i)[0]).split()
             digits, depth, nested = [], 0, False
@@ -138,7 +140,7 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
         "listops, protocol=paper: ready. Source: generated, made from the generator; fingerprint"
     )
     assert [line.split()[:2] for line in lines[3:6]] == [["train", "8,000"], ["dev", "2,000"], ["test", "2,001"]]
-    for line, start in zip(lines[6:8], ("  floors on dev (2,000 ", "  floors on test (2,001 "), strict=True):
+    for line, start in zip(lines[6:8], ("  baselines on dev (2,000 ", "  baselines on test (2,001 "), strict=True):
         assert line.startswith(start)
         assert "root operator and its digits" in line
     # Once more, for one protocol: the other's floors stay.
@@ -180,61 +182,47 @@ def test_the_doctor_finds_damage(tmp_path: Path) -> None:
     assert "(the sha256 of dev is" in done.stdout
 
 
-def prepares(folder: Path, **how: Any) -> subprocess.Popen[str]:
-    """For hours."""
-    words = ["lra_data", "prepare", "listops", f"paths.data={folder}", "task.data.examples.train=10000000"]
-    return subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True, **how)
-
-
 def test_an_interrupted_prepare_leaves_nothing_and_says_so(tmp_path: Path) -> None:
-    """Ctrl-C goes to the whole group, the workers included."""
-    process = prepares(
-        tmp_path,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    while not list(tmp_path.rglob("*.tmp")):
-        time.sleep(0.05)
-    time.sleep(1)  # generating
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    words = ["lra_data", "prepare", "listops", f"paths.data={tmp_path}", "task.data.examples.train=10000000"]  # hours
+    process = subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        while not list(tmp_path.rglob("train.tokens.bin")) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert said.splitlines()[-1] == "interrupted: nothing half-made was left behind"
     assert "Traceback" not in said
     assert not left(tmp_path / "listops")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a child die with its parent")
-def test_the_workers_of_a_killed_prepare_die_with_it(tmp_path: Path) -> None:
-    process = prepares(tmp_path)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not (workers := children.read_text().split()):
-        time.sleep(0.05)
-    time.sleep(1)  # generating
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+def test_two_doctors_at_once_keep_the_baselines_of_both(tmp_path: Path) -> None:
+    """Two processes: each adds five entries, one after the other."""
+    context, file = multiprocessing.get_context("fork"), tmp_path / "floors.json"
+
+    def add(task: str) -> None:
+        for number in range(5):
+            entry = {"task": task, "protocol": "clean", "fingerprint": f"{task}{number}", "whole": False}
+            with base.lock(file):
+                __main__._keep(file, entry | {"data_version": base.DATA_VERSION})
+
+    processes = [context.Process(target=add, args=(task,)) for task in ("a", "b")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert len(json.loads(file.read_text())["floors"]) == 10
 
 
-def test_two_doctors_at_once_keep_the_floors_of_both(tmp_path: Path) -> None:
-    paths = [f"paths.data={tmp_path}", f"paths.results={tmp_path}"]
-    examples = [f"task.data.examples={{train:{size},dev:8,test:8}}" for size in (20, 30, 40)]
-    command = [sys.executable, "-m", "lra_data", "doctor", "listops", *paths]
-    running = [subprocess.Popen([*command, size], cwd=ROOT, stdout=subprocess.DEVNULL) for size in examples]
-    assert [process.wait() for process in running] == [0, 0, 0]
-    assert len(json.loads((tmp_path / "floors.json").read_text())["floors"]) == 6
-
-
-def test_damaged_floors_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", '{"floors": [{"fingerprint": "a"}]}', "[]"])
+def test_damaged_results_are_named(content: str, tmp_path: Path) -> None:
     words = ["listops", "trainer=smoke", "protocol=clean", f"paths.data={tmp_path}", f"paths.results={tmp_path}"]
-    for content in ("{", '{"floors": [{"fingerprint": "a"}]}', "[]"):
-        (tmp_path / "floors.json").write_text(content)
-        failed = lra_data("doctor", *words)
-        assert failed.returncode == 1
-        assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/floors.json is damaged: delete it")
+    (tmp_path / "floors.json").write_text(content)
+    failed = lra_data("doctor", *words)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/floors.json is damaged: delete it")
 
 
 def test_the_doctor_refuses_what_it_does_not_know() -> None:
@@ -273,3 +261,28 @@ def test_show_refuses_an_example_that_is_not_there(index: str, tmp_path: Path) -
     assert (
         failed.stderr.splitlines()[-1] == f"error: --index {index}: the train split of listops has the examples 0 to 63"
     )
+
+
+TOY = """\
+from lra_data import base
+
+
+def load(folder: str, examples: base.Caps = base.ALL) -> base.Task:
+    rows = [((b"ab",), 0), ((b"ba",), 1)] * 20
+    spec = base.TaskSpec(base.BYTES, length=4, classes=2, paired=False)
+    return base.cached(folder, "toy", spec, {}, examples, lambda: ("generated", dict.fromkeys(base.SPLITS, rows)))
+"""
+
+
+@pytest.mark.parametrize("command", ["prepare", "doctor", "show"])
+def test_a_task_of_ones_own_is_a_file_and_a_yaml(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "task").mkdir()
+    task = "name: toy\nbatch_size: 4\nlearning_rate: 0.1\nevaluate_every: 9\ndev_examples: 9\n"
+    (tmp_path / "task" / "toy.yaml").write_text(f"{task}data:\n  _target_: toy.load\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    where = [f"paths.data={tmp_path}", f"paths.results={tmp_path}", "--config-dir", str(tmp_path)]
+    done = lra_data(command, "toy", "trainer=smoke", *where)
+    assert done.returncode == 0, done.stderr
+    said = {"prepare": "train 40, dev 8, test 8", "doctor": "majority 50.00%, length 50.00%", "show": "text:\nab"}
+    assert said[command] in done.stdout
