@@ -94,7 +94,7 @@ def test_a_kernel_an_attention_and_a_task_of_ones_own_train_and_are_in_the_table
     }
     assert all((record.status, record.steps_done) == ("ok", 10) for record in ran)
     table = program("scripts/table.py", str(tmp_path / "results"), PYTHONPATH=str(ROOT)).stdout
-    assert all(re.search(rf"^\| {model} \|", table, re.MULTILINE) for model in ("macformer_inv2", "average")), table
+    assert all(re.search(rf"^\| {model} +\|", table, re.MULTILINE) for model in ("macformer_inv2", "average")), table
 
 
 def test_the_tests_of_kernels_hold_for_one_of_ones_own(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
