@@ -52,10 +52,10 @@ def some_mask(B: int, m: int) -> Tensor:
 def both(
     attention: Callable[..., Tensor], inputs: list[Tensor], *args: object, **kwargs: object
 ) -> tuple[Tensor, list[Tensor]]:
-    """Output and gradients under a fixed pull."""
+    """The output, and the gradients of the inputs for one fixed gradient of the output."""
     out = attention(*inputs, *args, **kwargs)
-    pull = torch.randn(out.shape, generator=seeded(3), dtype=torch.float64).to(out)
-    return out.detach(), list(torch.autograd.grad(out, inputs, pull, materialize_grads=True))
+    grad_out = torch.randn(out.shape, generator=seeded(3), dtype=torch.float64).to(out)
+    return out.detach(), list(torch.autograd.grad(out, inputs, grad_out, materialize_grads=True))
 
 
 @pytest.fixture(params=[None, 200, 3000], ids=["one block", "tiny blocks", "small blocks"])
