@@ -19,6 +19,7 @@ from macformer.bench.race import provenance
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.paper import claims
+from macformer.paper.finding import rounded
 from scripts.table import find_block, write_block
 
 BEGIN, END = "<!-- written by `make claims` -->", "<!-- until here: claims -->"
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     findings = []
     for group in options.groups or claims.GROUPS:
         for finding in claims.GROUPS[group](10 if options.full else 1):
-            print(f"{finding.id}: {finding.verdict}\n  {finding.claim}\n  {finding.measured}", flush=True)
-            findings.append(finding.plain())
+            print("{id}: {verdict}\n  {claim}\n  {measured}".format_map(finding), flush=True)
+            findings.append(rounded(finding))
     if options.groups:
         return
     command = "python -m scripts.claims" + " --full" * options.full

@@ -3,11 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from typing import Any
 
 from macformer.paper import experiments
 from macformer.paper.cost import cost
-from macformer.paper.finding import CONFIDENCE, MEANING, WORDS, Finding, Verdict
+from macformer.paper.finding import CONFIDENCE, MEANING, WORDS, Finding
 from macformer.paper.memory import memory
 from macformer.paper.similarity import similarity
 from macformer.paper.theorems import theorem1, theorem2, theorem3
@@ -68,10 +68,8 @@ def summary(report: dict[str, Any]) -> str:
     lines = []
     for area, groups in AREAS.items():
         findings = [finding for finding in report["findings"] if finding["id"].split()[0] in groups]
-        counts = []
-        for verdict in get_args(Verdict):
-            ids = [finding["id"] for finding in findings if finding["verdict"] == verdict]
-            names = "" if verdict == "reproduced" else f" ({'; '.join(ids)})"
-            counts += [f"{len(ids)} {verdict}{names}"] * bool(ids)
-        lines.append(f"- **{area}**: {', '.join(counts)}.")
+        of = {verdict: [f["id"] for f in findings if f["verdict"] == verdict] for verdict in MEANING}
+        named = {verdict: "" if verdict == "reproduced" else f" ({'; '.join(ids)})" for verdict, ids in of.items()}
+        counts = ", ".join(f"{len(ids)} {verdict}{named[verdict]}" for verdict, ids in of.items() if ids)
+        lines.append(f"- **{area}**: {counts}.")
     return "\n".join(lines)

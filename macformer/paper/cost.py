@@ -3,16 +3,15 @@
 Shapes: B batch, H heads, n length, d head width, D features.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from macformer.attention import RMFAttention, SoftmaxAttention
-from macformer.bench.race import race
+from macformer.bench.race import count_flop, race
 from macformer.paper.finding import Finding, Interval, all_between, found, slopes, student
 from macformer.ppsbn import PreSBN
 
@@ -22,41 +21,26 @@ LENGTH = 2048  # where D varies
 LINEAR, QUADRATIC = {"high": 1.1}, {"low": 1.8, "high": 2.2}  # exponents that pass for one (or less) and for two
 TURN = 0.02  # seconds that an attention is called for when it is its turn, if one call does not take longer
 ROUNDS, DRAWS = 10, 4
-Make = Callable[[int, int, int], nn.Module]  # d, D, seed
-
-
-def rmfa(d: int, D: int, seed: int) -> nn.Module:
-    return RMFAttention(d, D, generator=Generator().manual_seed(seed))
-
-
-def softmax(d: int, D: int, seed: int) -> nn.Module:
-    return SoftmaxAttention()
-
-
-def sdpa(d: int, D: int, seed: int) -> nn.Module:
-    return SoftmaxAttention(implementation="sdpa")
-
-
-class Timed(NamedTuple):
-    """An attention whose time is a power of n, at D = FEATURES, or of D, at n = LENGTH."""
-
-    make: Make
-    axis: Literal["n", "D"]
-    exponents: dict[str, float]  # `low` and `high`: between them the exponent should be
-
-
-TIMED = {
-    "C RMFA at most linear in n": Timed(rmfa, "n", LINEAR),
-    "C softmax quadratic in n": Timed(softmax, "n", QUADRATIC),
-    "C SDPA quadratic in n": Timed(sdpa, "n", QUADRATIC),
-    "C RMFA at most linear in D": Timed(rmfa, "D", LINEAR),
+Attention = Literal["rmfa", "explicit", "sdpa"]  # the latter two are softmax attention
+# Claim -> attention, what its time is a power of (n at D = FEATURES, or D at n = LENGTH), and that exponent.
+TIMED: dict[str, tuple[Attention, Literal["n", "D"], dict[str, float]]] = {
+    "C RMFA at most linear in n": ("rmfa", "n", LINEAR),
+    "C softmax quadratic in n": ("explicit", "n", QUADRATIC),
+    "C SDPA quadratic in n": ("sdpa", "n", QUADRATIC),
+    "C RMFA at most linear in D": ("rmfa", "D", LINEAR),
 }
 
 
 def cost(effort: int) -> Iterator[Finding]:
-    yield products(rmfa)
+    yield products("rmfa")
     for claim, rounds in measure(ROUNDS * effort).items():
         yield exponent_of_time(claim, rounds)
+
+
+def build(name: Attention, d: int, D: int, seed: int = 0) -> nn.Module:
+    if name == "rmfa":
+        return RMFAttention(d, D, generator=Generator().manual_seed(seed))
+    return SoftmaxAttention(implementation=name)
 
 
 def inputs(n: int, d: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,42 +49,33 @@ def inputs(n: int, d: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
     return PreSBN(1e-12)(q), PreSBN(1e-12)(k), v
 
 
-def products(make: Make) -> Finding:
-    """Count the multiplications in matrix products with torch's counter: the mean of some draws."""
+@torch.no_grad()
+def products(name: Attention) -> Finding:
+    """Count the multiplications in matrix products: the mean of some draws."""
 
     def count(n: int = 1024, d: int = HEAD_DIM, D: int = 2048) -> float:
-        total = 0
-        for seed in range(DRAWS):
-            attention, data = make(d, D, seed), inputs(n, d)
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                attention(*data)
-            total += counter.get_total_flops()
-        return total / DRAWS
+        calls = (partial(build(name, d, D, seed), *inputs(n, d)) for seed in range(DRAWS))
+        return sum(map(count_flop, calls)) / DRAWS
 
-    counts = {name: [count(**{name: x}) for x in values] for name, values in AT.items()}
-    exponents = {name: slopes(AT[name], [counts[name]])[0] for name in AT}
+    counts = {axis: [count(**{axis: x}) for x in at] for axis, at in AT.items()}
+    exponents = {axis: float(slopes(at, counts[axis])) for axis, at in AT.items()}
     verdict = all_between([Interval(e, e, e) for e in exponents.values()], **LINEAR)
-    counted = ", ".join(f"{exponents[name]:.2f} in {name} ({x[0]:,} to {x[-1]:,})" for name, x in AT.items())
-    return found("C operations", verdict, {"exponents": exponents, "flop": counts}, LINEAR | {"counted": counted})
+    counted = ", ".join(f"{exponents[axis]:.2f} in {axis} ({at[0]:,} to {at[-1]:,})" for axis, at in AT.items())
+    return found("C operations", verdict, {"exponents": exponents, "flop": counts}, **LINEAR, counted=counted)
 
 
+@torch.no_grad()
 def measure(rounds: int) -> dict[str, list[list[float]]]:
     """Claim -> seconds of a call: a row a round, a column a length or D."""
-    data = {n: inputs(n) for n in AT["n"]}
-
-    @torch.no_grad()
-    def call(attention: nn.Module, n: int) -> object:
-        return attention(*data[n])
-
     arms = {}
-    for claim, (make, axis, _) in TIMED.items():
+    for claim, (name, axis, _) in TIMED.items():
         for x in AT[axis]:
             n, D = (x, FEATURES) if axis == "n" else (LENGTH, x)
-            arms[f"{claim} {x}"] = partial(call, make(HEAD_DIM, D, 0), n)
+            arms[f"{claim} {x}"] = partial(build(name, HEAD_DIM, D), *inputs(n))
     taken = list(race(lambda number: arms, rounds, torch.device("cpu"), TURN))
     return {
-        claim: [[seconds[f"{claim} {x}"] for x in AT[timed.axis]] for seconds in taken]
-        for claim, timed in TIMED.items()
+        claim: [[seconds[f"{claim} {x}"] for x in AT[axis]] for seconds in taken]
+        for claim, (_, axis, _) in TIMED.items()
     }
 
 
@@ -108,6 +83,5 @@ def exponent_of_time(claim: str, rounds: list[list[float]]) -> Finding:
     _, axis, bounds = TIMED[claim]
     exponent, at = student(slopes(AT[axis], rounds)), AT[axis]
     over = f"n = {at[0]:,} to {at[-1]:,}" if axis == "n" else f"D = {at[0]} to {at[-1]:,}, n = {LENGTH:,}"
-    figures = {"exponent": exponent, "seconds": rounds}
-    words = {"over": over, "rounds": len(rounds), "d": HEAD_DIM, "D": FEATURES}
-    return found(claim, all_between([exponent], **bounds), figures, words | bounds)
+    words = {"over": over, "rounds": len(rounds), "d": HEAD_DIM, "D": FEATURES, **bounds}
+    return found(claim, all_between([exponent], **bounds), {"exponent": exponent, "seconds": rounds}, **words)

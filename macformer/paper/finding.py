@@ -2,14 +2,15 @@
 
 import math
 import tomllib
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from scipy import special  # not scipy.stats, which takes a second to import
 
+Array = NDArray[np.float64]
 Verdict = Literal[
     "reproduced", "reproduced with a correction", "not reproduced", "inconclusive", "cannot be checked here"
 ]
@@ -20,40 +21,22 @@ MEANING: dict[Verdict, str] = {
     "inconclusive": "the intervals allow both",
     "cannot be checked here": "what it takes is not there; the row says what",
 }
+UNCHECKED: Verdict = "cannot be checked here"
+Finding = dict[str, Any]  # one row of results/claims.md, as results/claims.json has it; words.toml explains its texts
 LEVEL = 0.001  # how often any interval of one finding may miss its true value
 CONFIDENCE = f"{100 * (1 - LEVEL):g}%"
-
-
 WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text())
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One row of results/claims.md; words.toml explains its texts."""
-
-    id: str
-    where: str
-    claim: str
-    measured: str
-    verdict: Verdict
-    command: str
-    figures: dict[str, Any]
-    clock: bool
-
-    def plain(self) -> dict[str, Any]:
-        return rounded(asdict(self))
-
-
-UNCHECKED: Verdict = "cannot be checked here"
-
-
-def found(claim: str, verdict: Verdict, figures: dict[str, Any], words: dict[str, Any] | None = None) -> Finding:
-    """Fill in the texts of that claim in words.toml with figures, which go into the JSON as well, and words."""
-    group, values = claim.split()[0], figures | (words or {})
+def found(claim: str, verdict: Verdict, figures: dict[str, Any], /, **words: Any) -> Finding:
+    """Fill in the texts of this claim in words.toml with `figures`, which the JSON holds as well, and `words`."""
+    group = claim.split()[0]
     own = {"command": f"python -m scripts.claims {group}", "clock": False} | WORDS.get(group, {}) | WORDS[claim]
-    texts = (claim, own["where"], own["claim"], own["lacks" if verdict == UNCHECKED else "measured"], own["command"])
-    id, where, says, measured, command = (text.format_map(values) for text in texts)
-    return Finding(id, where, says, measured, verdict, command, figures, own["clock"])
+    measured = own["lacks" if verdict == UNCHECKED else "measured"]
+    texts = {"id": claim, "where": own["where"], "claim": own["claim"], "measured": measured}
+    texts |= {"verdict": verdict, "command": own["command"]}
+    filled = {key: text.format_map(figures | words) for key, text in texts.items()}
+    return filled | {"figures": figures, "clock": own["clock"]}
 
 
 class Interval(NamedTuple):
@@ -68,11 +51,16 @@ class Interval(NamedTuple):
         return f"{value:{spec.removesuffix('%')}}{unit} ({low:{bounds}} to {high:{bounds}}{unit})"
 
 
-def student(samples: Sequence[float], comparisons: int = 1) -> Interval:
+def student(samples: ArrayLike, comparisons: int = 1) -> Interval:
     """The interval of the mean of independent samples by Student's t. All comparisons share LEVEL (Bonferroni)."""
     each = np.asarray(samples, float)
     half = special.stdtrit(len(each) - 1, 1 - LEVEL / comparisons / 2) * each.std(ddof=1) / len(each) ** 0.5
     return Interval(float(each.mean()), float(each.mean() - half), float(each.mean() + half))
+
+
+def students(samples: Mapping[Any, ArrayLike]) -> dict[Any, Interval]:
+    """The intervals of several means, which hold together."""
+    return {key: student(each, len(samples)) for key, each in samples.items()}
 
 
 def binomial(hits: int, trials: int, comparisons: int = 1) -> Interval:
@@ -83,50 +71,38 @@ def binomial(hits: int, trials: int, comparisons: int = 1) -> Interval:
     return Interval(hits / trials, float(low), float(high))
 
 
-def over_rounds(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The median, lowest and highest of the ratios within each round."""
-    ratios = np.divide(ours, theirs)
-    return Interval(float(np.median(ratios)), float(ratios.min()), float(ratios.max()))
-
-
-def slopes(x: Sequence[float], y: Sequence[Sequence[float]]) -> list[float]:
-    """For each row of y (a round) its exponent as a power of x, by least squares in the logarithms."""
+def slopes(x: ArrayLike, y: ArrayLike) -> Array:
+    """The exponent of each row of y as a power of x, by least squares in the logarithms: (..., x) -> (...)."""
     at = np.log(np.asarray(x, float))
     at -= at.mean()
-    return (np.log(np.asarray(y, float)) @ at / (at @ at)).tolist()
+    return np.log(np.asarray(y, float)) @ at / (at @ at)
 
 
 def judge(holds: bool, corrected: bool = False) -> Verdict:
     """The verdict where no interval is needed. `corrected`: something else than what is printed holds."""
-    if not (holds or corrected):
-        return "not reproduced"
-    return "reproduced" if holds else "reproduced with a correction"
+    return "reproduced" if holds else "reproduced with a correction" if corrected else "not reproduced"
 
 
-def all_between(intervals: Iterable[Interval], low: float = -math.inf, high: float = math.inf) -> Verdict:
+def all_between(intervals: Collection[Interval], low: float = -math.inf, high: float = math.inf) -> Verdict:
     """Judge the claim that each of the true values is between `low` and `high`."""
-    each = list(intervals)
-    if any(i.high < low or i.low > high for i in each):
+    if any(i.high < low or i.low > high for i in intervals):
         return "not reproduced"
-    return "reproduced" if all(low < i.low and i.high < high for i in each) else "inconclusive"
+    return "reproduced" if all(low < i.low and i.high < high for i in intervals) else "inconclusive"
 
 
 def is_zero(interval: Interval, margin: float) -> Verdict:
-    """Judge the claim that the true value is zero. An interval with zero in it must also stay within the margin.
-
-    A millionth of the margin counts as rounding.
-    """
-    if all(abs(x) <= 1e-6 * margin for x in interval):
+    """Judge the claim that the true value is zero: an interval with zero in it must also stay within the margin."""
+    if all(abs(x) <= 1e-6 * margin for x in interval):  # rounding
         return "reproduced"
     if not interval.low <= 0 <= interval.high:
         return "not reproduced"
     return "reproduced" if -margin <= interval.low and interval.high <= margin else "inconclusive"
 
 
-def worst(verdicts: Collection[Verdict]) -> Verdict:
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict of a claim that is made of all these."""
-    order: list[Verdict] = ["not reproduced", "inconclusive", "cannot be checked here", "reproduced with a correction"]
-    return next((verdict for verdict in order if verdict in verdicts), "reproduced")
+    order = ("not reproduced", "inconclusive", "cannot be checked here", "reproduced with a correction", "reproduced")
+    return min(verdicts, key=order.index)
 
 
 def rounded(value: Any) -> Any:

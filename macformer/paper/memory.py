@@ -7,6 +7,7 @@ H heads, n length, d head width, D features.
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,16 +74,15 @@ class OneByOne(nn.Module):
         return self.classifier.head(torch.cat([a, b, a * b, a - b], -1))
 
 
-AS_PUBLISHED = {  # name -> the model that it is, but for its attention
-    "base code": (BASELINE, partial(StepwiseSoftmax, 0.1)),
-    "release": ("macformer_exp", partial(RunningSum, 32)),
+AS_PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {  # name -> the model that it is, but for its attention
+    "base code": (BASELINE, {"attention": partial(StepwiseSoftmax, 0.1)}),
+    "release": ("macformer_exp", {"attention": partial(RunningSum, 32)}),
 }
 MODELS = (BASELINE, f"{BASELINE}_checkpointed", "rfa", *MACFORMERS, *AS_PUBLISHED)
 
 
 def build(name: str, spec: TaskSpec) -> nn.Module:
-    model, attention = AS_PUBLISHED.get(name, (name, None))
-    replaced = {"attention": attention} if attention else {}
+    model, replaced = AS_PUBLISHED.get(name, (name, {}))
     torch.manual_seed(0)
     built = configs.build(configs.compose(f"model={model}"), "model", **asdict(spec), **replaced)
     return OneByOne(built) if replaced and spec.paired else built
@@ -113,24 +113,24 @@ def of_macformer(task: str, peaks: dict[str, int]) -> Finding:
     words = {"task": task, "paper": paper, "close": CLOSE, "ours": ours, "published": published}
     words["checkpointed"] = macformer / peaks[f"{BASELINE}_checkpointed"]
     words["compares"] = ": that is what the paper seems to compare" * (verdict == "reproduced with a correction")
-    return found("M {task}", verdict, {"peak_bytes": peaks}, words)
+    return found("M {task}", verdict, {"peak_bytes": peaks}, **words)
+
+
+def equal(peaks: dict[str, dict[str, int]]) -> Finding:
+    """`peaks`: task -> model -> peak bytes."""
+    spread = {task: max(of[m] for m in MACFORMERS) / min(of[m] for m in MACFORMERS) - 1 for task, of in peaks.items()}
+    verdict = judge(max(spread.values()) < EQUAL)
+    differences = ", ".join(f"{task} {100 * apart:.2g}%" for task, apart in spread.items())
+    return found("M equal for all kernels", verdict, {"largest_difference": spread}, differences=differences)
+
+
+def of_rfa(peaks: dict[str, dict[str, int]]) -> Finding:
+    ours = {task: of["rfa"] / of[BASELINE] for task, of in peaks.items()}
+    paper = {task: PAPER["memory"][task]["rfa"] for task in peaks}
+    verdict = judge(all(_close(ours[task], paper[task]) for task in peaks))
+    words = {key: " / ".join(f"{x:.3f}" for x in of.values()) for key, of in (("ours", ours), ("paper", paper))}
+    return found("M RFA", verdict, {"ratio": ours}, **words, tasks=" / ".join(peaks), close=CLOSE)
 
 
 def _close(ours: float, paper: float) -> bool:
     return abs(ours / paper - 1) < CLOSE
-
-
-def of_rfa(peaks: dict[str, dict[str, int]]) -> Finding:
-    """`peaks`: task -> model -> peak bytes."""
-    ours = {task: of["rfa"] / of[BASELINE] for task, of in peaks.items()}
-    paper = {task: PAPER["memory"][task]["rfa"] for task in peaks}
-    ratios = {key: " / ".join(f"{x:.3f}" for x in of.values()) for key, of in (("ours", ours), ("paper", paper))}
-    words = {**ratios, "tasks": " / ".join(peaks), "close": CLOSE}
-    return found("M RFA", judge(all(_close(ours[task], paper[task]) for task in peaks)), {"ratio": ours}, words)
-
-
-def equal(peaks: dict[str, dict[str, int]]) -> Finding:
-    spread = {task: max(of[m] for m in MACFORMERS) / min(of[m] for m in MACFORMERS) - 1 for task, of in peaks.items()}
-    verdict = judge(all(apart < EQUAL for apart in spread.values()))
-    differences = ", ".join(f"{task} {100 * apart:.2g}%" for task, apart in spread.items())
-    return found("M equal for all kernels", verdict, {"largest_difference": spread}, {"differences": differences})

@@ -5,8 +5,8 @@ maps of D features: that is how many thousand draws are had. Shapes: n keys, d w
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Generator, Tensor
 from macformer.attention import SoftmaxAttention
 from macformer.features import RandomMaclaurin
 from macformer.kernels import KERNELS
-from macformer.paper.finding import Finding, Interval, all_between, binomial, found, is_zero, judge, student, worst
+from macformer.paper.finding import Finding, Interval, all_between, binomial, found, is_zero, judge, students, worst
 from macformer.paper.similarity import FORMULAS
 from macformer.ppsbn import PostSBN, PreSBN
 
-EPS = 1e-12  # of pre-SBN, in the paper's toy experiment
+PRE_SBN = PreSBN(1e-12)  # as in the paper's toy experiment
 HEAD_DIM = 64  # there, too
 FEATURES = 2**16  # drawn at a time
 COSINES = (-1.0, -0.5, 0.0, 0.5, 1.0)
@@ -38,7 +38,7 @@ Make = Callable[..., Tensor]  # (*shape, generator=): rows
 
 def unit(rows: int, d: int, rng: Generator) -> Tensor:
     """Make random rows and apply pre-SBN."""
-    return PreSBN(EPS)(torch.randn(1, 1, rows, d, generator=rng))[0, 0]
+    return PRE_SBN(torch.randn(1, 1, rows, d, generator=rng))[0, 0]
 
 
 def draws(kernel: str, rows: list[Tensor], chunks: int, p: float = 2.0) -> Iterator[list[Tensor]]:
@@ -59,44 +59,39 @@ def theorem1(effort: int) -> Iterator[Finding]:
 
 
 def kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
-    biases = {
-        (kernel, t): student([sample - 1 for sample in samples], comparisons=len(kernels) * len(COSINES))
-        for kernel in kernels
-        for t, samples in _relative(kernel, chunks).items()
-    }
-    verdicts = [is_zero(bias, UNBIASED) for bias in biases.values()]
-    (kernel, t), largest = max(biases.items(), key=lambda item: abs(item[1].value))
+    relative = {(kernel, t): each for kernel in kernels for t, each in _relative(kernel, chunks).items()}
+    biases = students({key: estimates - 1 for key, estimates in relative.items()})
     figures = [
         {"kernel": kernel, "t": t, "relative_bias": bias.value, "low": bias.low, "high": bias.high}
         for (kernel, t), bias in biases.items()
     ]
-    words: dict[str, Any] = {"features": chunks * FEATURES, "logits": len(COSINES), "d": HEAD_DIM, "total": len(biases)}
-    widest, missed = max(bias.high - bias.low for bias in biases.values()) / 2, verdicts.count("not reproduced")
-    words |= {"kernel": kernel, "t": t, "largest": largest.value, "widest": widest, "missed": missed}
-    return found("T1 kernel estimate", worst(verdicts), {"intervals": figures}, words | {"margin": UNBIASED})
+    verdicts = [is_zero(bias, UNBIASED) for bias in biases.values()]
+    words = {"features": chunks * FEATURES, "logits": len(COSINES), "d": HEAD_DIM, "margin": UNBIASED}
+    words |= {"total": len(verdicts), "missed": verdicts.count("not reproduced")}
+    words["widest"] = max(bias.high - bias.low for bias in biases.values()) / 2
+    largest = max(figures, key=lambda figure: abs(figure["relative_bias"]))
+    return found("T1 kernel estimate", worst(verdicts), {"intervals": figures}, **words, largest=largest)
 
 
 def any_p(kernel: str, p: float, chunks: int) -> Finding:
     """The printed scale a_N p^(N+1) is that of our features times p - 1, which normalises P[N] (erratum 4)."""
     estimates = next(iter(_relative(kernel, chunks, p).values()))
-    ours, printed = (student([scale * x - 1 for x in estimates], 2) for scale in (1, p - 1))
-    verdict = is_zero(printed, UNBIASED)
-    if verdict == "not reproduced" and is_zero(ours, UNBIASED) == "reproduced":
+    figures = students({"printed": (p - 1) * estimates - 1, "ours": estimates - 1})
+    verdict, ours = (is_zero(bias, UNBIASED) for bias in figures.values())
+    if verdict == "not reproduced" and ours == "reproduced":
         verdict = "reproduced with a correction"
-    words = {"p": p, "kernel": kernel, "total": 1 / (p - 1)}
-    return found("T1 any p", verdict, {"printed": printed, "ours": ours}, words)
+    return found("T1 any p", verdict, figures, p=p, kernel=kernel, total=1 / (p - 1))
 
 
-def _relative(kernel: str, chunks: int, p: float = 2.0) -> dict[float, list[float]]:
+def _relative(kernel: str, chunks: int, p: float = 2.0) -> dict[float, Tensor]:
     """Logit -> the mean estimate of each chunk, divided by K. The rows have unit length and angles of these COSINES."""
-    rng = Generator().manual_seed(0)
-    x, z = torch.linalg.qr(torch.randn(HEAD_DIM, 2, generator=rng)).Q.mT
+    x, z = torch.linalg.qr(torch.randn(HEAD_DIM, 2, generator=Generator().manual_seed(0))).Q.mT
     cosines = torch.tensor(COSINES)
     y = cosines.unsqueeze(1) * x + (1 - cosines**2).sqrt().unsqueeze(1) * z
     logits = cosines.double() * HEAD_DIM**-0.5
     means = [(phi_x * phi_y).double().mean(1) for phi_x, phi_y in draws(kernel, [x.unsqueeze(0), y], chunks, p)]
     relative = torch.stack(means) / KERNELS[kernel].value(logits)
-    return dict(zip(logits.tolist(), relative.mT.tolist(), strict=True))
+    return dict(zip(logits.tolist(), relative.mT, strict=True))
 
 
 def sums(kernel: str, chunks: int) -> list[Finding]:
@@ -104,45 +99,43 @@ def sums(kernel: str, chunks: int) -> list[Finding]:
     rng = Generator().manual_seed(1)
     q, k = unit(8, HEAD_DIM, rng), unit(32, HEAD_DIM, rng)
     v = torch.randn(32, HEAD_DIM, generator=rng).double()
-    weights = KERNELS[kernel].value((q.double() @ k.double().mT) * HEAD_DIM**-0.5)
-    exact = _with_ratio(weights @ v, weights.sum(-1, keepdim=True))
-    squares: dict[str, dict[int, list[float]]] = {name: {D: [] for D in WIDTHS} for name in exact}
+    exact = _attend(KERNELS[kernel].value((q.double() @ k.double().mT) * HEAD_DIM**-0.5), v)
+    samples: dict[str, dict[int, list[float]]] = {name: {D: [] for D in WIDTHS} for name in exact}
     negative, maps = dict.fromkeys(WIDTHS, 0), {D: chunks * FEATURES // D for D in WIDTHS}
     for phi_q, phi_k in draws(kernel, [q, k], chunks):
         for D in WIDTHS:
             of_q, of_k = (phi.unflatten(1, (-1, D)).transpose(0, 1) for phi in (phi_q, phi_k))
-            estimate = torch.bmm(of_q, of_k.mT).double() / D  # (M, queries, keys)
-            estimates = _with_ratio(estimate @ v, estimate.sum(-1, keepdim=True))
+            estimates = _attend(torch.bmm(of_q, of_k.mT).double() / D, v)  # of (M, queries, keys)
             negative[D] += int((estimates["denominator"] <= 0).sum())
             for name, truth in exact.items():
-                squares[name][D].append(squared_bias(estimates[name] - truth, truth))
-    square = {name: {D: student(of[D], comparisons=len(WIDTHS)) for D in WIDTHS} for name, of in squares.items()}
+                samples[name][D].append(squared_bias(estimates[name] - truth, truth))
+    squares = {name: students(each) for name, each in samples.items()}
     biases = {
-        name: {D: Interval(*(math.sqrt(max(0.0, x)) for x in interval)) for D, interval in of.items()}
-        for name, of in square.items()
+        name: {D: Interval(*(math.sqrt(max(0.0, x)) for x in square)) for D, square in of.items()}
+        for name, of in squares.items()
     }
+    findings, D = [], WIDTHS[1]
+    for name in ("numerator", "denominator"):
+        verdict, bias = is_zero(squares[name][D], UNBIASED**2), biases[name]
+        findings.append(found(f"T1 {name}", verdict, {"relative_bias": bias}, D=D, bias=bias[D], draws=maps[D]))
 
-    def unbiased(name: str, D: int = WIDTHS[1]) -> Finding:
-        verdict, bias = is_zero(square[name][D], UNBIASED**2), biases[name]
-        return found(f"T1 {name}", verdict, {"relative_bias": bias}, {"D": D, "bias": bias[D], "draws": maps[D]})
-
-    least, most = WIDTHS[0], WIDTHS[-1]
-    first, last = biases["ratio"][least], biases["ratio"][most]
-    exponent = math.log(last.value / first.value) / math.log(most / least) if first.value > 0 < last.value else 0.0
-    verdict = worst([is_zero(of, UNBIASED**2) for of in square["ratio"].values()])
-    vanishes = square["ratio"][most].high < square["ratio"][least].low and last.high < UNBIASED
+    (least, *_, most), bias, square = WIDTHS, biases["ratio"], squares["ratio"]
+    exponent = 0.0
+    if bias[least].value > 0 < bias[most].value:
+        exponent = math.log(bias[most].value / bias[least].value) / math.log(most / least)
+    verdict = worst(is_zero(each, UNBIASED**2) for each in square.values())
+    vanishes = square[most].high < square[least].low and bias[most].high < UNBIASED
     if verdict == "not reproduced" and vanishes:
         verdict = "reproduced with a correction"
-    figures = {"relative_bias": biases["ratio"], "exponent_of_D": exponent, "draws": maps}
-    figures["denominators_not_positive"] = negative
+    figures = {"relative_bias": bias, "exponent_of_D": exponent, "draws": maps, "denominators_not_positive": negative}
     words = {"D": least, "negative": negative[least], "total": 8 * maps[least], "widths": ", ".join(map(str, WIDTHS))}
-    words["biases"] = ", ".join(f"{bias:.2g}" for bias in biases["ratio"].values())
+    words["biases"] = ", ".join(f"{each:.2g}" for each in bias.values())
     words["falling"] = f", falling like D^{exponent:.2f}: consistent, but not unbiased" if vanishes else ""
-    ratio = found("T1 ratio (RMFA)", verdict, figures, words)
-    return [unbiased("numerator"), unbiased("denominator"), ratio]
+    return [*findings, found("T1 ratio (RMFA)", verdict, figures, **words)]
 
 
-def _with_ratio(numerator: Tensor, denominator: Tensor) -> dict[str, Tensor]:
+def _attend(weights: Tensor, v: Tensor) -> dict[str, Tensor]:
+    numerator, denominator = weights @ v, weights.sum(-1, keepdim=True)
     return {"numerator": numerator, "denominator": denominator, "ratio": numerator / denominator}
 
 
@@ -153,19 +146,13 @@ def squared_bias(errors: Tensor, truth: Tensor) -> float:
     return float(pairs / (len(flat) * (len(flat) - 1)) / truth.square().sum())
 
 
-@dataclass(frozen=True)
-class Case:
-    """One query, n keys and a value |v| <= 1 for each."""
-
-    q: Tensor  # (1, d)
-    k: Tensor  # (n, d)
-    v: Tensor  # (n,)
+Case = tuple[Tensor, Tensor, Tensor]  # one query (1, d), n keys (n, d), and a value |v| <= 1 for each (n,)
 
 
 def random_case(d: int, size: float) -> Case:
     rng = Generator().manual_seed(2)
     q, k = unit(1, d, rng) * size, unit(32, d, rng) * size
-    return Case(q, k, 2 * torch.rand(32, generator=rng) - 1)
+    return q, k, 2 * torch.rand(32, generator=rng) - 1
 
 
 def aligned_case(d: int, size: float) -> Case:
@@ -173,61 +160,42 @@ def aligned_case(d: int, size: float) -> Case:
     # Pre-SBN would centre a row of one number to zero.
     row = size * (unit(1, d, Generator().manual_seed(2)) if d > 1 else torch.ones(1, 1))
     signs = torch.tensor([1.0, -1.0]).repeat(16)
-    return Case(row, signs.unsqueeze(1) * row, signs)
+    return row, signs.unsqueeze(1) * row, signs
 
 
 def theorem2(effort: int) -> Iterator[Finding]:
     """The tail bound 2D exp(-D eps^2 / 2L^2) with L = 1, where |v| <= 1 (erratum 5)."""
     chunks, longer = 32 * effort, HEAD_DIM**0.25  # rows of this length have logits up to 1
     for claim, case in (("T2 random rows", random_case), ("T2 aligned rows", aligned_case)):
-        yield bound_holds(claim, tails(case(HEAD_DIM, 1.0), chunks), tails(case(HEAD_DIM, longer), chunks))
-    yield bound_holds("T2 aligned rows, d = 1", tails(aligned_case(1, 1.0), chunks), d=1)
+        yield bound_holds(claim, case(HEAD_DIM, 1.0), chunks, case(HEAD_DIM, longer))
+    yield bound_holds("T2 aligned rows, d = 1", aligned_case(1, 1.0), chunks)
     yield premise(random_case(HEAD_DIM, 1.0), chunks)
+
+
+def bound_holds(claim: str, case: Case, chunks: int, longer: Case | None = None) -> Finding:
+    """Judge by `case`. The sentence has the tails of `longer` rows, with logits up to 1, as well."""
+    beyond, of_longer = tails(case, chunks), longer and tails(longer, chunks)
+    words = beyond[-1] | {"d": case[0].shape[-1], "below": 100 - 100 * beyond[-1]["bound"]}
+    words |= {"violations": _violations(beyond), "longer": _violations(of_longer or [])}
+    verdict = worst(tail["verdict"] for tail in beyond)
+    return found(claim, verdict, {"tails": beyond, "tails_of_logits_to_1": of_longer}, **words)
 
 
 def tails(case: Case, chunks: int) -> list[dict[str, Any]]:
     """Count how many errors are beyond eps, for each eps at which the bound is one of TAILS."""
-    weights = torch.exp(case.q.double() @ case.k.double().mT * case.q.shape[-1] ** -0.5)
-    attention = float(weights @ case.v.double() / weights.sum())
-    tails = []
+    q, k, v = (x.double() for x in case)
+    weights = torch.exp(q @ k.mT * q.shape[-1] ** -0.5)
+    attention, tails = float(weights @ v / weights.sum()), []
     for D, outputs in _outputs(case, BOUND_WIDTHS, chunks).items():
         errors = (outputs - attention).abs()
         for bound in (bound for bound in TAILS if bound * len(errors) >= HITS):
             eps = math.sqrt(2 * math.log(2 * D / bound) / D)
             beyond = binomial(int((errors > eps).sum()), len(errors), len(BOUND_WIDTHS) * len(TAILS))
             quantile = float(errors.kthvalue(math.ceil((1 - bound) * len(errors))).values)
-            tails.append(
-                {"D": D, "eps": eps, "bound": bound, "draws": len(errors), "quantile": quantile}
-                | {"beyond": beyond.value, "low": beyond.low, "high": beyond.high}
-                | {"verdict": all_between([beyond], high=bound)}
-            )
+            tail = {"D": D, "eps": eps, "bound": bound, "draws": len(errors), "quantile": quantile}
+            tail |= {"beyond": beyond.value, "low": beyond.low, "high": beyond.high}
+            tails.append(tail | {"verdict": all_between([beyond], high=bound)})
     return tails
-
-
-def _outputs(case: Case, widths: Sequence[int], chunks: int) -> dict[int, Tensor]:
-    """D -> the output of RMFA for every draw (M,); infinite where it is 0 / 0."""
-    added = [
-        torch.stack([phi_q[0] * (case.v @ phi_k), phi_q[0] * phi_k.sum(0)]).double()
-        for phi_q, phi_k in draws("exp", [case.q, case.k], chunks)
-    ]  # (2, FEATURES) each: what every single feature adds to numerator and denominator
-    outputs = {}
-    for D in widths:
-        num, den = torch.cat([each.unflatten(1, (-1, D)).sum(-1) for each in added], 1)
-        outputs[D] = (num / den).nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return outputs
-
-
-def bound_holds(
-    claim: str, beyond: list[dict[str, Any]], longer: list[dict[str, Any]] | None = None, d: int = HEAD_DIM
-) -> Finding:
-    """Judge by `beyond`. The sentence has the tails of `longer` rows, with logits up to 1, as well."""
-    last, verdict = beyond[-1], worst([tail["verdict"] for tail in beyond])
-    quantile = (
-        f"{100 - 100 * last['bound']:g}% of the errors at D = {last['D']} are below {last['quantile']:.2g} L, "
-        f"where the bound says {last['eps']:.2f} L"
-    )
-    words = {"d": d, "violations": _violations(beyond), "quantile": quantile, "longer": _violations(longer or [])}
-    return found(claim, verdict, {"tails": beyond, "tails_of_logits_to_1": longer}, words)
 
 
 def _violations(tails: list[dict[str, Any]]) -> str:
@@ -243,6 +211,20 @@ def _violations(tails: list[dict[str, Any]]) -> str:
     )
 
 
+def _outputs(case: Case, widths: Sequence[int], chunks: int) -> dict[int, Tensor]:
+    """D -> the output of RMFA for every draw (M,); infinite where it is 0 / 0."""
+    q, k, v = case
+    added = [  # (2, FEATURES) each: what every single feature adds to numerator and denominator
+        torch.stack([phi_q[0] * (v @ phi_k), phi_q[0] * phi_k.sum(0)]).double()
+        for phi_q, phi_k in draws("exp", [q, k], chunks)
+    ]
+    outputs = {}
+    for D in widths:
+        num, den = torch.cat([each.unflatten(1, (-1, D)).sum(-1) for each in added], 1)
+        outputs[D] = (num / den).nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return outputs
+
+
 def premise(case: Case, chunks: int) -> Finding:
     """The proof needs it of the ratio of a single feature, D = 1: that is what it puts Hoeffding's inequality on."""
     widths = (1, *BOUND_WIDTHS)
@@ -251,8 +233,8 @@ def premise(case: Case, chunks: int) -> Finding:
         for D, outputs in _outputs(case, widths, chunks).items()
     }
     shares = ", ".join(f"{share:.2g%} at D = {D}" for D, share in outside.items())
-    words = {"d": HEAD_DIM, "outside": shares, "rare": RARE}
-    return found("T2 premise of the proof", all_between(outside.values(), high=RARE), {"share_outside": outside}, words)
+    verdict = all_between(outside.values(), high=RARE)
+    return found("T2 premise of the proof", verdict, {"share_outside": outside}, d=HEAD_DIM, outside=shares, rare=RARE)
 
 
 def theorem3(effort: int) -> Iterator[Finding]:
@@ -260,20 +242,21 @@ def theorem3(effort: int) -> Iterator[Finding]:
     yield restored("T3 normal V", torch.randn, torch.randn, repeats=10 * effort)
     yield restored("T3 positive V", torch.rand, torch.randn, repeats=10 * effort)
     yield a_number(torch.randn)
-    yield bounded(PreSBN(EPS), repeats=20 * effort)
+    yield bounded(PRE_SBN, repeats=20 * effort)
 
 
 def a_number(values: Make) -> Finding:
     """Line 4 of Algorithm 1 as printed, and our form of it (erratum 7), at a beta that training soon gets to."""
     rng = Generator().manual_seed(0)
     q, k, v = (make(1, 1, 256, HEAD_DIM, generator=rng) for make in (torch.randn, torch.randn, values))
-    attended = SoftmaxAttention()(PreSBN(EPS)(q), PreSBN(EPS)(k), v)
+    attended = SoftmaxAttention()(PRE_SBN(q), PRE_SBN(k), v)
     post = PostSBN(1, HEAD_DIM)
     with torch.no_grad():
         post.log_beta.fill_(math.log(0.9))
-        ours, printed = (float(out.isnan().float().mean()) for out in (post(attended), attended**0.9))
-    figures = {"share_nan": {"printed": printed, "ours": ours}}
-    return found("T3 post-SBN is a number", judge(not (ours or printed), not ours), figures)
+        nan = {"printed": (attended**0.9).isnan(), "ours": post(attended).isnan()}
+    share = {name: float(each.float().mean()) for name, each in nan.items()}
+    ours = not share["ours"]
+    return found("T3 post-SBN is a number", judge(ours and not share["printed"], ours), {"share_nan": share})
 
 
 def bounded(normalise: Callable[[Tensor], Tensor], repeats: int) -> Finding:
@@ -286,41 +269,41 @@ def bounded(normalise: Callable[[Tensor], Tensor], repeats: int) -> Finding:
         feature_map = RandomMaclaurin(HEAD_DIM, LRA_WIDTH, generator=rng).double()
         for name, rows in (("raw", (q, k)), ("normalised", (normalise(q), normalise(k)))):
             phi_q, phi_k = (feature_map(x * HEAD_DIM**-0.25) for x in rows)
-            weights = phi_q @ phi_k.mT
-            total, exact = weights.sum(-1, keepdim=True), SoftmaxAttention()(*rows, v)
-            logs[name].append(float(((weights @ v / total - exact).square().sum() / exact.square().sum()).log10()))
-            negative[name] += int((total <= 0).sum())
-    raw, normalised = (student(samples, comparisons=2) for samples in logs.values())
-    goal, shares = math.log10(TAMED), [100 * count / (256 * repeats) for count in negative.values()]
+            estimate, exact = _attend(phi_q @ phi_k.mT, v), SoftmaxAttention()(*rows, v)
+            error = (estimate["ratio"] - exact).square().sum() / exact.square().sum()
+            logs[name].append(float(error.log10()))
+            negative[name] += int((estimate["denominator"] <= 0).sum())
+    raw, normalised = students(logs).values()
+    goal = math.log10(TAMED)
     verdict = "not reproduced" if raw.high < goal else all_between([normalised], high=goal)
     figures = {"log10_nmse": logs, "denominators_not_positive": negative}
-    words = {"D": LRA_WIDTH, "raw": raw, "normalised": normalised, "negative": shares, "tamed": TAMED}
-    return found("T3 pre-SBN bounds the error", verdict, figures, words)
+    words = {"raw": raw, "normalised": normalised, "negative": [100 * n / (256 * repeats) for n in negative.values()]}
+    return found("T3 pre-SBN bounds the error", verdict, figures, **words, D=LRA_WIDTH, tamed=TAMED)
 
 
 def restored(claim: str, values: Make, raw: Make, repeats: int) -> Finding:
     """Fit post-SBN, or one temperature, to half of the queries, and judge it on the others."""
-    errors: dict[str, list[float]] = {"nothing": [], "post-SBN": [], "temperature": []}
-    betas, sizes = [], []
+    errors: dict[str, list[float]] = defaultdict(list)
+    betas, sizes, exact = [], [], SoftmaxAttention()
     for seed in range(repeats):
         rng = Generator().manual_seed(seed)
         q, k, v = (make(1, 1, 256, HEAD_DIM, generator=rng).double() for make in (raw, raw, values))
-        small_q, small_k = PreSBN(EPS)(q), PreSBN(EPS)(k)
-        given, target = (SoftmaxAttention()(*rows, v) for rows in ((small_q, small_k), (q, k)))
-        average = v.mean(2, keepdim=True)
+        small_q, small_k, average = PRE_SBN(q), PRE_SBN(k), v.mean(2, keepdim=True)
+        given, target = exact(small_q, small_k, v), exact(q, k, v)
         post = fitted_power(given[:, :, :128], target[:, :, :128])
-        warm = [SoftmaxAttention()(small_q * t, small_k, v) for t in torch.logspace(0, 3, 121).tolist()]
+        warm = [exact(small_q * t, small_k, v) for t in torch.logspace(0, 3, 121).tolist()]
         temperature = min(warm, key=lambda out: float((out - target)[:, :, :128].square().sum()))
-        with torch.no_grad():
-            for arm, out in (("nothing", given), ("post-SBN", post(given)), ("temperature", temperature)):
-                missing, deviation = ((x - target)[:, :, 128:].square().sum() for x in (out, average))
-                errors[arm].append(float(missing / deviation))
+        outputs = {"nothing": given, "post-SBN": post(given).detach(), "temperature": temperature}
+        for arm, out in outputs.items():
+            missing, deviation = ((x - target)[:, :, 128:].square().sum() for x in (out, average))
+            errors[arm].append(float(missing / deviation))
         betas.append(float(post.log_beta.detach().exp().median()))
         sizes.append(float((given - average).norm() / (target - average).norm()))
-    left = {arm: student(samples, comparisons=len(errors)) for arm, samples in errors.items()}
-    verdict = all_between([left["post-SBN"]], high=RESTORED)
-    words = {"median_beta": median(betas), "left": mean(sizes), "margin": RESTORED}
-    return found(claim, verdict, {"error": left, "beta": betas}, words)
+    error = students(errors)
+    verdict = all_between([error["post-SBN"]], high=RESTORED)
+    return found(
+        claim, verdict, {"error": error, "beta": betas}, median_beta=median(betas), left=mean(sizes), margin=RESTORED
+    )
 
 
 def fitted_power(given: Tensor, target: Tensor) -> PostSBN:
