@@ -5,7 +5,7 @@ Shapes: H heads, n length, d width, D features, N degree.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import combinations
 
 import torch
@@ -44,10 +44,14 @@ def series(kernel: Kernel, degrees: int) -> list[float]:
 
 
 def coefficients(name: str, formula: str, printed: Callable[[int], float | None]) -> Finding:
-    """Judge the printed formula of a_N. None where it divides by zero."""
+    """Judge the printed formula of a_N, which is None where it divides by zero."""
+
+    def equal(value: float | None, N: int) -> bool:
+        return value is not None and math.isclose(value, truth[N], rel_tol=1e-9)
+
     truth, given = series(KERNELS[name], DEGREES), [printed(N) for N in range(DEGREES)]
-    wrong = _wrong(given, truth)
-    ours = not _wrong([KERNELS[name].coefficient(N) for N in range(DEGREES)], truth)
+    wrong = [N for N in range(DEGREES) if not equal(given[N], N)]
+    ours = all(equal(KERNELS[name].coefficient(N), N) for N in range(DEGREES))
     says, shown = "it is the series", ["a division by zero" if value is None else f"{value:.4g}" for value in given]
     if wrong:
         says = f"wrong at degrees {', '.join(map(str, wrong[:4]))}{', ...' * (len(wrong) > 4)}: "
@@ -57,11 +61,6 @@ def coefficients(name: str, formula: str, printed: Callable[[int], float | None]
     figures = {"printed": given, "series": truth, "parted_at": wrong}
     words = {"kernel": name, "formula": formula, "comparison": says, "last": DEGREES - 1}
     return found("K series of {kernel}", judge(ours and not wrong, ours), figures, **words)
-
-
-def _wrong(values: Sequence[float | None], truth: list[float]) -> list[int]:
-    pairs = enumerate(zip(values, truth, strict=True))
-    return [N for N, (value, right) in pairs if value is None or not math.isclose(value, right, rel_tol=1e-9)]
 
 
 def duplicate_kernels(one: str = "exp", other: str = "trigh") -> Finding:
