@@ -21,9 +21,8 @@ from macformer.bench.race import provenance
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.paper import experiments
-from macformer.paper.cost import cost
+from macformer.paper.cost import cost, memory
 from macformer.paper.finding import CONFIDENCE, MEANING, WORDS, Finding, rounded
-from macformer.paper.memory import memory
 from macformer.paper.similarity import similarity
 from macformer.paper.theorems import theorem1, theorem2, theorem3
 from macformer.report import cells

@@ -119,30 +119,23 @@ def figure4(report: Report | None) -> list[Finding]:
     The paper has a notable gain in loss and a slight one in perplexity. Of one split these are the same thing, so that
     its loss may be that of training: both are judged.
     """
+    runs = report["runs"] if report else []
+    having, without = ({run["seed"]: run for run in runs if run["ppsbn"] is arm} for arm in (True, False))
+    seeds = sorted(having.keys() & without.keys())
+    if not report or len(seeds) < 2:
+        return [found(f"F4 {name}", UNCHECKED, {}) for name in METRICS4]
+    preset = "preset {preset}: width {width}, {epochs} epochs".format_map(report["settings"])
+    words = {"setting": f"{len(seeds)} seeds, paired; {preset}; {_origin(report)}"}
     findings = []
     for name, metric in METRICS4.items():
-        pairs, sign = _pairs(report, metric), 1 if metric == "bleu" else -1
-        if not report or len(pairs) < 2:
-            findings.append(found(f"F4 {name}", UNCHECKED, {}))
-            continue
-        having, without = np.transpose(pairs)
-        gain, loss = (student(way * (having - without), len(METRICS4)) for way in (sign, -sign))
-        words = {"having": having.mean(), "without": without.mean(), "setting": _setting4(report)}
+        pairs = [(having[seed][metric], without[seed][metric]) for seed in seeds]
+        ours, theirs = np.transpose(pairs)
+        higher, lower = (student(sign * (ours - theirs), len(METRICS4)) for sign in (1, -1))
+        gain, loss = (higher, lower) if metric == "bleu" else (lower, higher)
         words["change"] = f"better by {gain:.3g}" if gain.value > 0 else f"worse by {loss:.3g}"
+        words |= {"having": ours.mean(), "without": theirs.mean()}
         findings.append(found(f"F4 {name}", all_between([gain], low=0), {"gain": gain, "pairs": pairs}, **words))
     return findings
-
-
-def _pairs(report: Report | None, metric: str) -> list[tuple[float, float]]:
-    """The metric with and without ppSBN, for each seed that has both."""
-    runs = report["runs"] if report else []
-    having, without = ({run["seed"]: run[metric] for run in runs if run["ppsbn"] is arm} for arm in (True, False))
-    return [(having[seed], without[seed]) for seed in sorted(having.keys() & without.keys())]
-
-
-def _setting4(report: Report) -> str:
-    own, seeds = report["settings"], f"{len(_pairs(report, 'bleu'))} seeds, paired"
-    return f"{seeds}; preset {own['preset']}: width {own['width']}, {own['epochs']} epochs; {_origin(report)}"
 
 
 def sentence4(report: Report) -> str:
@@ -154,11 +147,11 @@ def sentence4(report: Report) -> str:
         return f"{claim} cannot be judged: it takes two seeds or more of both arms."
     against = ", ".join(name for name, each in findings.items() if each["verdict"] == "not reproduced")
     holds = {"reproduced": "holds here", "not reproduced": f"does not hold here, not in {against}"}
-    measured = "; ".join(f"{name} {each['measured'].partition(';')[0]}" for name, each in findings.items())
-    return (
-        f"{claim} {holds.get(verdict, 'cannot be decided here: the intervals allow both')} ({_setting4(report)}; "
-        f"intervals that hold together with {finding.CONFIDENCE}, by Student's t): {measured}."
-    )
+    says = holds.get(verdict, "cannot be decided here: the intervals allow both")
+    measured, _, setting = zip(*(each["measured"].partition("; ") for each in findings.values()), strict=True)
+    changes = "; ".join(f"{name} {change}" for name, change in zip(findings, measured, strict=True))
+    sure = f"intervals that hold together with {finding.CONFIDENCE}, by Student's t"
+    return f"{claim} {says} ({setting[0]}; {sure}): {changes}."
 
 
 def table2(table: Table, bench: Report | None) -> list[Finding]:
