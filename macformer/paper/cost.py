@@ -1,8 +1,7 @@
-"""What attention costs: products counted and time measured, each as a power of the length and of the features; and the
-peak memory of a training step, ours and what the paper's memory column seems to compare.
+"""What attention costs: products and time as powers of the length and of the features; peak memory of a training step.
 
-The latter is written as the base code and the authors' later release do it. Nothing trains with it. Shapes: B batch,
-H heads, n length, d head width, D features.
+What the paper's memory column seems to compare is written here as the base code and the authors' later release do it.
+Nothing trains with it. Shapes: B batch, H heads, n length, d head width, D features.
 """
 
 from collections.abc import Iterator

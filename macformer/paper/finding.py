@@ -73,9 +73,8 @@ def binomial(hits: int, trials: int, comparisons: int = 1) -> Interval:
 
 def slopes(x: ArrayLike, y: ArrayLike) -> Array:
     """The exponent of each row of y as a power of x, by least squares in the logarithms: (..., x) -> (...)."""
-    at = np.log(np.asarray(x, float))
-    at -= at.mean()
-    return np.log(np.asarray(y, float)) @ at / (at @ at)
+    at = np.log(x) - np.mean(np.log(x))
+    return np.log(y) @ at / (at @ at)
 
 
 def judge(holds: bool, corrected: bool = False) -> Verdict:

@@ -60,18 +60,16 @@ def theorem1(effort: int) -> Iterator[Finding]:
 
 
 def kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
-    relative = {(kernel, t): each for kernel in kernels for t, each in _relative(kernel, chunks).items()}
-    biases = students({key: estimates - 1 for key, estimates in relative.items()})
-    figures = [
-        {"kernel": kernel, "t": t, "relative_bias": bias.value, "low": bias.low, "high": bias.high}
-        for (kernel, t), bias in biases.items()
-    ]
-    verdicts = [is_zero(bias, UNBIASED) for bias in biases.values()]
-    words = {"features": chunks * FEATURES, "logits": len(COSINES), "d": HEAD_DIM, "margin": UNBIASED}
+    errors = {(kernel, t): each - 1 for kernel in kernels for t, each in _relative(kernel, chunks).items()}
+    figures, verdicts = [], []
+    for (kernel, t), bias in students(errors).items():
+        figures.append({"kernel": kernel, "t": t, "relative_bias": bias.value, "low": bias.low, "high": bias.high})
+        verdicts.append(is_zero(bias, UNBIASED))
+    words: dict[str, Any] = {"features": chunks * FEATURES, "logits": len(COSINES), "d": HEAD_DIM, "margin": UNBIASED}
     words |= {"total": len(verdicts), "missed": verdicts.count("not reproduced")}
-    words["widest"] = max(bias.high - bias.low for bias in biases.values()) / 2
-    largest = max(figures, key=lambda figure: abs(figure["relative_bias"]))
-    return found("T1 kernel estimate", worst(verdicts), {"intervals": figures}, **words, largest=largest)
+    words["largest"] = max(figures, key=lambda figure: abs(figure["relative_bias"]))
+    words["widest"] = max(figure["high"] - figure["low"] for figure in figures) / 2
+    return found("T1 kernel estimate", worst(verdicts), {"intervals": figures}, **words)
 
 
 def any_p(kernel: str, p: float, chunks: int) -> Finding:
