@@ -112,14 +112,8 @@ def figure4(better: float, seeds: int = 4) -> list[Finding]:
     return experiments.figure4(report4(better, seeds))
 
 
-Judge = Callable[[str, dict[str, Any]], Finding]
-
-
-def raced(judge: Judge, task: str, power: float = 1.0, fewest: int = 16, **changes: float) -> Finding:
-    """A race in which the models take the paper's shares of the Transformer's time to some power, or these.
-
-    As results/bench/models.json has it; in the last round they take `fewest` of the 16 examples.
-    """
+def raced(judge: Any, task: str, power: float = 1.0, fewest: int = 16, **changes: float) -> Finding:
+    """The models take the paper's shares of the Transformer's time to some power, or these; `fewest` of 16 examples."""
     shares = {model: share**power for model, share in (PAPER["time"][task] | changes).items() if share}
     arms = {m: {"seconds": [x, 1.02 * x, 0.99 * x], "examples": [16, 16, fewest]} for m, x in shares.items()}
     return judge(task, ORIGIN | {"results": [{"setting": f"{task}-full", "batch_size": 16, "arms": arms}]})
@@ -133,6 +127,10 @@ def accuracies(task: str, sign: int = 1, half: float = 0.001) -> Finding:
         versus = Comparison(difference, difference - half, difference + half, p=0.001)
         compared[model] = cells.Cell(model, model, versus=versus, supported=abs(difference) > half)
     return experiments.accuracy_order(task, cells.Column(task, [], compared, {}, "", {}, None, [], [], []))
+
+
+def differ(examples: dict[str, int] = PAPER["test_examples"]) -> Finding:
+    return experiments.kernels_differ(PAPER["accuracy"], examples)
 
 
 def peaks(**changes: int) -> list[Finding]:
@@ -157,12 +155,16 @@ def turns(make: Callable[..., Finding | list[Finding]], yes: Any, no: Any, corre
     return {verdict: partial(make, *arguments) for verdict, arguments in cases.items() if arguments is not None}
 
 
+def series(name: str, printed: Callable[[int], float | None] | None = None) -> Finding:
+    return similarity.coefficients(name, "a_N", printed or KERNELS[name].coefficient)
+
+
 def of_memory(task: str) -> Cases:
     less, published = {"macformer_exp": 30}, round(1000 * PAPER["memory"][task]["macformer_exp"])
     return {YES: peaks, CORRECTED: partial(peaks, **less, release=published), NO: partial(peaks, **less)}
 
 
-in_order = partial(raced, experiments.time_order)
+in_order, of_kernels = (partial(raced, judge) for judge in (experiments.time_order, experiments.time_of_kernels))
 RANDOM, ALIGNED, ONE = theorems.random_case(), theorems.aligned_case(), theorems.aligned_case(d=1)
 BOUNDED = {"T2 random rows": (RANDOM, 16), "T2 aligned rows": (ALIGNED, 2), "T2 aligned rows, d = 1": (ONE, 1)}
 BROKEN = {  # by what the claim of Figure 3 does not hold
@@ -193,12 +195,7 @@ CASES: dict[str, Cases] = {
     "T3 positive V": turns(partial(theorems.restored, "T3 positive V", torch.rand), (unit_rows, 5), (torch.randn, 5)),
     "T3 post-SBN is a number": turns(theorems.a_number, (torch.rand,), None, (torch.randn,)),
     "T3 pre-SBN bounds the error": turns(theorems.bounded, (theorems.PRE_SBN, 10), (lambda x: 3 * x, 20)),
-    **{
-        f"K series of {name}": turns(
-            partial(similarity.coefficients, name, "a_N"), (KERNELS[name].coefficient,), None, (printed,)
-        )
-        for name, printed in MISPRINTED.items()
-    },
+    **{f"K series of {name}": turns(partial(series, name), (), None, (wrong,)) for name, wrong in MISPRINTED.items()},
     "K five different kernels": turns(similarity.duplicate_kernels, ("exp", "inv"), ("exp", "trigh")),
     "K arguments below 1": turns(similarity.domain, (), (lambda x: x,)),
     "K kernels differ": turns(similarity.apart, (5, 2**0.5, 8, 2**12, "exact01"), (5,)),
@@ -210,18 +207,9 @@ CASES: dict[str, Cases] = {
     "M RFA": {YES: peaks, NO: partial(peaks, rfa=50)},
     **{claim: {YES: report3, NO: partial(report3, **laws)} for claim, laws in BROKEN.items()},
     **{f"F4 {metric}": turns(figure4, (0.1,), (-0.1,)) for metric in experiments.METRICS4},
-    "TAB kernels suit tasks": {
-        YES: partial(experiments.kernels_differ, PAPER["accuracy"], dict.fromkeys(TASKS, 10**9)),
-        UNSURE: partial(experiments.kernels_differ, PAPER["accuracy"], PAPER["test_examples"]),
-    },
-    **{
-        f"TAB time, {task}": {YES: partial(in_order, task), NO: partial(in_order, task, macformer_log=1.5)}
-        for task in TASKS
-    },
-    **{
-        f"TAB time of kernels, {task}": turns(partial(raced, experiments.time_of_kernels, task), (), (0.1,))
-        for task in TASKS
-    },
+    "TAB kernels suit tasks": {YES: partial(differ, dict.fromkeys(TASKS, 10**9)), UNSURE: differ},
+    **{f"TAB time, {task}": turns(partial(in_order, task), (), (-1,)) for task in TASKS},
+    **{f"TAB time of kernels, {task}": turns(partial(of_kernels, task), (), (0.1,)) for task in TASKS},
     **{f"TAB accuracy, {task}": turns(partial(accuracies, task), (), (-1,)) for task in TASKS},
 }
 
@@ -421,8 +409,8 @@ def test_a_peak_grows_with_the_batch_and_the_length() -> None:
 
 
 def test_it_comes_out_the_same_again() -> None:
-    assert theorems.kernel_estimate(("exp",), 2) == theorems.kernel_estimate(("exp",), 2)
-    assert sums("too large", 2) == theorems.sums("too large", 2)
+    for measure in (partial(theorems.kernel_estimate, ("exp",), 2), partial(theorems.sums, "too large", 2)):
+        assert measure() == measure()
 
 
 def test_the_committed_files_fit_each_other() -> None:

@@ -210,7 +210,7 @@ def _models_above(task: str, measure: str) -> list[str]:
 def time_order(task: str, bench: Report | None) -> Finding:
     slower, race, fused = _models_above(task, "time"), _race(task, bench), f"{BASELINE}_sdpa"
     words: Report = {"task": task, "but": f", but {', '.join(slower)}" if slower else ""}
-    against = next((name for name in (BASELINE, f"{BASELINE}_checkpointed") if name in race["arms"]), BASELINE)
+    against = BASELINE if BASELINE in race["arms"] else f"{BASELINE}_checkpointed"
     if not bench or not {against, *MODELS[1:]} <= race["arms"].keys():
         return found("TAB time, {task}", UNCHECKED, {}, **words)
     shares = {model: _times(race, model, against) for model in MODELS[1:]}

@@ -37,11 +37,6 @@ RESTORED = 0.1  # share of the squared deviation that may be missing
 Make = Callable[..., Tensor]  # (*shape, generator=): rows
 
 
-def unit(rows: int, d: int, rng: Generator) -> Tensor:
-    """Make random rows and apply pre-SBN."""
-    return PRE_SBN(torch.randn(1, 1, rows, d, generator=rng))[0, 0]
-
-
 def draws(kernel: str, rows: list[Tensor], chunks: int, p: float = 2.0) -> Iterator[list[Tensor]]:
     """Yield phi of each of these rows / d^(1/4): (n, d) -> (n, FEATURES), in random order, on the scale of D = 1."""
     d = rows[0].shape[-1]
@@ -96,7 +91,7 @@ def _relative(kernel: str, chunks: int, p: float = 2.0) -> dict[float, Tensor]:
 def sums(kernel: str, chunks: int) -> list[Finding]:
     """The bias of the estimated sums and of their ratio, relative to what is estimated (erratum 5)."""
     rng = Generator().manual_seed(1)
-    q, k = unit(8, HEAD_DIM, rng), unit(32, HEAD_DIM, rng)
+    q, k = (PRE_SBN(torch.randn(rows, HEAD_DIM, generator=rng)) for rows in (8, 32))
     v = torch.randn(32, HEAD_DIM, generator=rng).double()
     exact = _attend(KERNELS[kernel].value((q.double() @ k.double().mT) * HEAD_DIM**-0.5), v)
     samples: dict[str, dict[int, list[float]]] = {name: {D: [] for D in WIDTHS} for name in exact}
@@ -146,14 +141,14 @@ Case = tuple[Tensor, Tensor, Tensor]  # one query (1, d), n keys (n, d), and a v
 
 def random_case(size: float = 1.0) -> Case:
     rng = Generator().manual_seed(2)
-    q, k = unit(1, HEAD_DIM, rng) * size, unit(32, HEAD_DIM, rng) * size
+    q, k = (PRE_SBN(torch.randn(rows, HEAD_DIM, generator=rng)) * size for rows in (1, 32))
     return q, k, 2 * torch.rand(32, generator=rng) - 1
 
 
 def aligned_case(size: float = 1.0, d: int = HEAD_DIM) -> Case:
     """Half of the keys have the query's direction and the value 1, half the opposite one and -1."""
     # Pre-SBN would centre a row of one number to zero.
-    row = size * (unit(1, d, Generator().manual_seed(2)) if d > 1 else torch.ones(1, 1))
+    row = size * (PRE_SBN(torch.randn(1, d, generator=Generator().manual_seed(2))) if d > 1 else torch.ones(1, 1))
     signs = torch.tensor([1.0, -1.0]).repeat(16)
     return row, signs.unsqueeze(1) * row, signs
 
