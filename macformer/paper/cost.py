@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lra_data import listops, retrieval, text
 from lra_data.base import TaskSpec
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.bench.models import Trained, full
-from macformer.bench.race import count_flop, race
+from macformer.bench.race import race
 from macformer.features import RandomMaclaurin
 from macformer.harness import config as configs
 from macformer.model import Classifier
@@ -67,11 +68,13 @@ def inputs(n: int, d: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def products(name: Attention) -> Finding:
-    """Count the multiplications in matrix products: the mean of some draws."""
+    """Count the multiplications in matrix products with torch's counter: the mean of some draws."""
 
     def count(n: int = 1024, d: int = HEAD_DIM, D: int = 2048) -> float:
-        calls = (partial(attention(name, d, D, seed), *inputs(n, d)) for seed in range(DRAWS))
-        return sum(map(count_flop, calls)) / DRAWS
+        with FlopCounterMode(display=False) as counter:
+            for seed in range(DRAWS):
+                attention(name, d, D, seed)(*inputs(n, d))
+        return counter.get_total_flops() / DRAWS
 
     counts = {axis: [count(**{axis: x}) for x in at] for axis, at in AT.items()}
     exponents = {axis: float(slopes(at, counts[axis])) for axis, at in AT.items()}
