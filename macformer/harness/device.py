@@ -4,12 +4,14 @@ import ctypes
 import gc
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 MMAP_MAX = 65536  # glibc's default
+# Control groups of version 2 and 1, as /proc/self/cgroup calls them: the folder, the files of the limit and of the use,
+# and the key in memory.stat of the files that were read, which a group gives up when memory is short.
+CONTROL_GROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 Array = NDArray[np.generic]
 Item = TypeVar("Item")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -47,10 +55,10 @@ def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         gc.collect()
         cuda.empty_cache()  # or what earlier runs of a sweep have reserved would count as this one's
-        return
-    keep_freed(True)
-    if sys.platform == "linux":
-        _limit_memory()
+    else:
+        keep_freed(True)
+        if (free := free_bytes(device)) is not None:
+            _limit_memory(free)
 
 
 def keep_freed(keep: bool) -> None:
@@ -67,49 +75,46 @@ def keep_freed(keep: bool) -> None:
             libc.malloc_trim(0)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """What the CPU can still allocate. None if nobody says it, and on CUDA, whose allocator raises an error in time."""
-    return None if is_cuda(device) or sys.platform != "linux" else available_memory(Path("/"))
-
-
-def _limit_memory() -> None:
-    """Let an allocation fail that cannot be kept, so that the run ends as oom and a sweep goes on.
+def _limit_memory(free: int) -> None:
+    """Let an allocation fail that exceeds what is free, so that the run ends as oom and a sweep goes on.
 
     Linux grants memory that is not there, and kills the process that uses it, the whole sweep with it. Runs side by
     side do not know of each other: two that fit one by one may still be too much.
     """
     import resource  # is not there on Windows
 
-    (own,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData:" in line)
+    most = 1024 * _number(Path("/proc/self/status"), "VmData") + free
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = int(own) * 1024 + available_memory(Path("/"))
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def available_memory(root: Path) -> int:
-    """Bytes that this process can still get: what the machine has, and what each of its control groups leaves.
+def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """What the CPU can still allocate: what the machine has, and what each control group of this process leaves.
 
-    A group counts the files that it has read, which it gives up when memory is short. `root` has /proc and /sys.
+    None where nobody says it, and on CUDA, whose allocator raises an error in time. `root` has /proc and /sys.
     """
-    free = next(line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-    rooms = [int(free.split()[1]) * 1024]
+    if is_cuda(device) or sys.platform != "linux":
+        return None
+    free = [1024 * _number(root / "proc/meminfo", "MemAvailable")]
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, kinds, group = line.split(":", 2)
-        if kinds and "memory" not in kinds.split(","):
+        kind = "memory" if "memory" in kinds.split(",") else kinds
+        if kind not in CONTROL_GROUPS:
             continue
-        home, limit, used, files = (
-            (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if kinds
-            else (root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-        )
-        own = home / group.strip("/")
+        home, limit, used, files = CONTROL_GROUPS[kind]
+        own = root / home / group.strip("/")
         for folder in (own, *own.parents):
-            if folder.is_relative_to(home) and (folder / limit).exists():
-                most = (folder / limit).read_text().strip()
-                told = dict(stat.split() for stat in (folder / "memory.stat").read_text().splitlines())
-                if most != "max":
-                    rooms.append(int(most) - int((folder / used).read_text()) + int(told[files]))
-    return max(min(rooms), 0)
+            if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+                left = int(most) - int((folder / used).read_text())
+                free.append(left + _number(folder / "memory.stat", files))
+    return max(min(free), 0)
+
+
+def _number(file: Path, key: str) -> int:
+    """Of the line that begins with `key`, in a file of Linux's own."""
+    found = re.search(rf"^{key}:?\s+(\d+)", file.read_text(), re.MULTILINE)
+    assert found, f"{file} has no {key}"
+    return int(found[1])
 
 
 def describe(device: torch.device) -> str:
@@ -117,28 +122,25 @@ def describe(device: torch.device) -> str:
     if is_cuda(device):
         return cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:(.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def choose_precision(name: Precision, device: torch.device) -> Precision:
     """What `auto` means: mixed with float16 on CUDA, as in the base code; float32 on the CPU, where half is slow."""
-    if name != "auto":
-        return name
-    return "float16" if is_cuda(device) else "float32"
+    auto: Precision = "float16" if is_cuda(device) else "float32"
+    return auto if name == "auto" else name
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """Matrix products in half precision where that is asked for. Attentions and ppSBN leave it by themselves."""
+    precision = choose_precision(precision, device)
     return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
 
 
 def scaler(device: torch.device, precision: Precision) -> torch.amp.GradScaler:
     """Keeps small gradients from vanishing in float16; with any other precision it does nothing."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "float16")
+    return torch.amp.GradScaler(device.type, enabled=choose_precision(precision, device) == "float16")
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -190,28 +192,21 @@ def feed(device: torch.device, batches: Iterable[tuple[Array, ...]]) -> Iterator
     CPU: made when they are asked for; a thread would take its time from the step. Else a thread makes the next one
     while the device works on this one; for CUDA in pinned memory, from which it is copied without waiting.
     """
-    if device.type == "cpu":
-        for batch in batches:
-            yield tuple(torch.from_numpy(array) for array in batch)
-        return
 
     def tensors() -> Iterator[list[Tensor]]:
         for batch in batches:
             made = [torch.from_numpy(array) for array in batch]
             yield [tensor.pin_memory() for tensor in made] if is_cuda(device) else made
 
-    for made in _one_ahead(tensors()):
-        yield tuple(tensor.to(device, non_blocking=True) for tensor in made)
-
-
-def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The items in their order; while one is in use, a thread makes the next. What goes wrong there is raised here."""
-    end = object()
-    with ThreadPoolExecutor(1) as thread:
-        upcoming = thread.submit(next, items, end)
-        while (item := upcoming.result()) is not end:
-            upcoming = thread.submit(next, items, end)
-            yield cast(Item, item)
+    upcoming = tensors()
+    if device.type == "cpu":
+        yield from map(tuple, upcoming)
+        return
+    with ThreadPoolExecutor(1) as thread:  # what goes wrong there is raised here, in its turn
+        future = thread.submit(next, upcoming, None)
+        while made := future.result():
+            future = thread.submit(next, upcoming, None)
+            yield tuple(tensor.to(device, non_blocking=True) for tensor in made)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -235,10 +230,7 @@ def resident_peak() -> int | None:
     Linux alone says it: ru_maxrss, which other systems have too, begins with that of the process that started this one.
     """
     status = Path("/proc/self/status")
-    if _runs != 1 or not status.exists():
-        return None
-    (peak,) = (line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(peak) * 1024
+    return 1024 * _number(status, "VmHWM") if _runs == 1 and status.exists() else None
 
 
 def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[], object]) -> int:
@@ -249,10 +241,10 @@ def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[],
     """
     before = random_state(device)
     if is_cuda(device):
-        cuda.synchronize(device)
+        now(device)
         cuda.reset_peak_memory_stats(device)
         work()
-        cuda.synchronize(device)
+        now(device)
         set_random_state(device, before)
         return cuda.max_memory_allocated(device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -260,9 +252,6 @@ def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[],
     set_random_state(device, before)
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results, "the profiler gave no events"
-    live = peak = sum(t.numel() * t.element_size() for t in state)
     events = [event for event in results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return sum(tensor.nbytes for tensor in state) + max(accumulate(changes, initial=0))

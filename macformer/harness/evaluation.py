@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,33 +11,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from macformer.harness import device as devices
-from macformer.harness.device import Precision
 
 Indices = NDArray[np.int64]
 Outcomes = tuple[NDArray[np.bool_], float]  # which examples are right, and the mean loss
 
 
-class Split(Protocol):
-    def __len__(self) -> int: ...
-    @property
-    def lengths(self) -> Indices: ...
-    def batch(self, indices: Indices, trim: bool) -> tuple[NDArray[np.int32], Indices]: ...
-
-
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
-    split: Split,
+    split: Any,
     indices: Indices,
     batch_size: int,
     device: torch.device,
     trim: bool,
-    precision: Precision = "float32",
+    precision: devices.Precision = "float32",
     tick: Callable[[int], None] = lambda done: None,
 ) -> Outcomes:
     """Which of the examples the model gets right, in the order of `indices`, and the mean loss.
 
-    `tick` is called before each batch with the number of examples that are done.
+    `split` is like lra_data.base.Split. `tick` is called before each batch with the number of examples that are done.
     """
     model.eval()
     by_length = np.argsort(split.lengths[indices], kind="stable")  # so that trimming pays
@@ -56,11 +48,6 @@ def evaluate(
     return outcomes, float(torch.stack(losses).double().sum()) / len(indices)
 
 
-def longest_batch(split: Split, batch_size: int) -> Indices:
-    """The longest examples; where there are fewer than a batch they are repeated."""
-    return np.resize(np.argsort(-split.lengths, kind="stable"), batch_size)
-
-
 @torch.inference_mode()
 def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
     """Telemetry: ask each module that has a `telemetry` method about its inputs, in one evaluation pass.
@@ -68,15 +55,13 @@ def observe(model: nn.Module, ids: Tensor) -> dict[str, float]:
     Returns module name and quantity -> value. What is not finite is left out: JSON has no NaN.
     """
     found: dict[str, float] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if hasattr(module, "telemetry"):
+    names = {module: name for name, module in model.named_modules() if hasattr(module, "telemetry")}
 
-            def ask(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                values = cast(Any, module).telemetry(*args, **kwargs).items()
-                found.update({f"{name}.{key}": value for key, value in values if math.isfinite(value)})
+    def ask(module: nn.Module, args: Any, kwargs: Any) -> None:
+        values = cast(Any, module).telemetry(*args, **kwargs).items()
+        found.update({f"{names[module]}.{key}": value for key, value in values if math.isfinite(value)})
 
-            hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+    hooks = [module.register_forward_pre_hook(ask, with_kwargs=True) for module in names]
     model.eval()
     model(ids)
     model.train()

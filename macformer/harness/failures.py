@@ -1,9 +1,15 @@
-"""What can go wrong in a training, each as one sentence that says what to do about it."""
+"""How a run ends before its time: a signal, too little memory, a loss or weights that make no sense.
+
+A message is one sentence that says what to do about it.
+"""
 
 import math
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
@@ -12,6 +18,8 @@ from macformer.harness.record import Status
 
 if TYPE_CHECKING:
     from macformer.harness.trainer import Trainer
+
+PATIENCE = 5.0  # seconds that a checkpoint may take, in which a second SIGINT does no harm
 
 
 class Diverged(Exception):
@@ -28,9 +36,45 @@ class OutOfMemory(Exception):
     status: Status = "oom"
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM came, and the run is between two steps or in an evaluation, where nothing is half done."""
+
+
+class Stop:
+    """While entered, SIGINT and SIGTERM are only a request, which `check` raises; a later SIGINT acts at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.asked_at = math.inf
+        self.before: dict[int, Any] = {}  # the handlers that were there
+
+    def __enter__(self) -> Self:
+        main_thread = threading.current_thread() is threading.main_thread()  # no other may set handlers
+        for number in (signal.SIGINT, signal.SIGTERM) if main_thread else ():
+            handler = signal.getsignal(number)
+            if not callable(handler) or handler is signal.default_int_handler:  # submitit's jobs go on after SIGTERM
+                self.before[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and time.monotonic() - self.asked_at > PATIENCE:
+            self.signal = number
+            raise KeyboardInterrupt
+        self.signal = self.signal or number
+        self.asked_at = min(self.asked_at, time.monotonic())
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        if self.signal:
+            raise Stopped
+
+
 @contextmanager
 def explain_errors(settings: "Trainer") -> Iterator[None]:
-    """Turn the errors that a person can do something about into one of the above."""
+    """Turn the errors that a person can do something about into CannotRun and OutOfMemory."""
     try:
         yield
     except Exception as error:

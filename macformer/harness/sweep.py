@@ -29,10 +29,10 @@ from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness import record as records
 from macformer.harness.failures import OutOfMemory
-from macformer.harness.forecast import Forecast
 from macformer.harness.identity import identity_config
 from macformer.harness.plan import RunPlan
 from macformer.harness.progress import duration, mebibytes
+from macformer.harness.result import Forecast
 
 HERE = ("basic", "joblib")  # launchers whose runs are on this machine
 PATIENCE = 5.0  # seconds of steps for a forecast

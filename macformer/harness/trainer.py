@@ -6,9 +6,11 @@ It knows no model, task or file by name, and returns a plain result.
 import copy
 import hashlib
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,18 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from macformer.harness import device as devices
-from macformer.harness import forecast as forecasts
 from macformer.harness.device import Precision
-from macformer.harness.evaluation import Indices, Outcomes, Split, evaluate, observe
-from macformer.harness.failures import Diverged, OutOfMemory, check_finite, explain_errors, load_weights
-from macformer.harness.progress import Screen
+from macformer.harness.evaluation import Indices, Outcomes, evaluate, observe
+from macformer.harness.failures import Diverged, OutOfMemory, Stop, Stopped, check_finite, explain_errors, load_weights
+from macformer.harness.progress import Screen, duration, mebibytes
 from macformer.harness.record import Point, Quality, pack_bits
-from macformer.harness.result import Result, measure_memory
-from macformer.harness.stop import Stop, Stopped
+from macformer.harness.result import Forecast, Result
 
 CLIP = 1.0  # gradients are clipped by value
 EPS = 1e-6  # of AdamW
 STATEFUL = ("model", "optimizer", "schedule", "scaler")  # parts of a training whose state goes into the checkpoint
+STEPS = 20  # after so many, the end of a run is estimated
 DRY_SECONDS = 60.0  # a dry run takes fewer steps if they take longer than this
 State = dict[str, Any]
 
@@ -38,14 +39,9 @@ State = dict[str, Any]
 class Trainer:
     """AdamW under a linear one-cycle schedule: `warmup_steps` up, then `steps` down.
 
-    pad="full" pads every batch to the task's length, as the base code does; "trim" to its longest text (rounded up),
-    which changes no output. `bucket` puts texts of like length into one batch.
     Every `evaluate_every` steps and at the end the model is evaluated on the same `dev_examples` dev examples. The
     weights that are best there (the earliest of equals) are tested on the whole test split, and so are the last ones.
-    accumulate=K takes a batch in K parts, one after the other: less memory, the same gradient.
-    `precision`: float32, or mixed with bfloat16 or float16 (and a loss scaler); "auto": float16 on CUDA, else float32.
     Modules with a `redraw` are told of each step (`step()`), so that they can make a new draw when it is time.
-    `telemetry`: at each evaluation, every module that has a method of that name is asked about a batch of dev texts.
     """
 
     warmup_steps: Annotated[int, Field(ge=2)]  # the schedule counts the steps between its first and its peak
@@ -55,20 +51,18 @@ class Trainer:
     evaluate_every: PositiveInt
     dev_examples: PositiveInt | Literal["all"]
     cycle_momentum: bool
-    pad: Literal["full", "trim"]
-    bucket: bool
-    accumulate: PositiveInt = 1
-    precision: Precision = "float32"
+    pad: Literal["full", "trim"]  # to the task's length, as the base code does, or to the batch's: no output changes
+    bucket: bool  # texts of like length come into one batch
+    accumulate: PositiveInt = 1  # a batch is taken in so many parts: less memory, the same gradient
+    precision: Precision = "float32"  # bfloat16 and float16 are mixed ones; auto: float16 on CUDA, else float32
     tf32: bool = False
     compile: bool = False
     checkpoint_every: PositiveInt = 200
-    telemetry: bool = False
+    telemetry: bool = False  # each evaluation asks all modules that have a method of this name about a dev batch
 
     def __post_init__(self) -> None:
         if self.accumulate > self.batch_size:
-            raise ValueError(
-                f"accumulate={self.accumulate} must be at most batch_size={self.batch_size}: a part has an example"
-            )
+            raise ValueError(f"accumulate={self.accumulate} must be at most batch_size={self.batch_size}")
 
     @property
     def total_steps(self) -> int:
@@ -87,7 +81,7 @@ class Trainer:
         task: Any,
         device: torch.device,
         seed: int,
-        save: Callable[[State], None] | None = None,
+        save: Callable[[State], None] = lambda state: None,
         saved: State | None = None,
         log: Callable[[dict[str, Any]], None] | None = None,
     ) -> Result:
@@ -96,114 +90,120 @@ class Trainer:
         `save` gets the state of the run every `checkpoint_every` steps, at evaluations and when it is asked to stop;
         `saved` is such a state, to go on from. `log` gets each point of the history.
         """
-        result = Result()
-        with Stop() as stop:
+        result = self.result = Result()
+        with Stop() as self.stop:
             try:
-                with explain_errors(self), closing(Training(self, model, task, device, seed, stop, result)) as run:
+                with self._at_work(model, task, device, seed):
                     if saved:
-                        run.load(saved)
-                    run.train(save, log)
-                    run.test()
+                        self._load(saved)
+                    self._train(save, log)
+                    self._test()
             except Diverged as error:
                 result.status, result.message = "diverged", str(error)
             except OutOfMemory as error:
                 result.status, result.message = "oom", f"after {len(result.losses):,} steps, {error}"
-            except (Stopped, KeyboardInterrupt) as error:
-                stop.signal = stop.signal if isinstance(error, Stopped) else signal.SIGINT
+            except KeyboardInterrupt:
+                self.stop.signal = self.stop.signal or signal.SIGINT
                 result.status = "interrupted"
-                result.message = f"{signal.Signals(stop.signal).name} after {len(result.losses):,} steps"
-        result.signal = stop.signal
+                result.message = f"{signal.Signals(self.stop.signal).name} after {len(result.losses):,} steps"
+        result.signal = self.stop.signal
         return result
 
     def forecast(
         self, model: nn.Module, task: Any, device: torch.device, seed: int, patience: float = DRY_SECONDS
-    ) -> forecasts.Forecast:
-        """What the whole run would cost."""
-        with explain_errors(self):
-            return forecasts.forecast(Training(self, model, task, device, seed, Stop(), Result()), patience)
+    ) -> Forecast:
+        """What the whole run would cost, from a few steps of all its schedule and an evaluation of a few batches.
 
-
-class Training:
-    """One training, from its first step or from a saved state to its end."""
-
-    def __init__(
-        self,
-        settings: Trainer,
-        model: nn.Module,
-        task: Any,
-        device: torch.device,
-        seed: int,
-        stop: Stop,
-        result: Result,
-    ):
-        self.settings, self.device, self.stop, self.result = settings, device, stop, result
-        self.precision = devices.choose_precision(settings.precision, device)
-        self.splits: dict[str, Split] = task.splits
-        self.order = task.order(settings.batch_size, seed, settings.bucket)
-        dev = len(task.splits["dev"])
-        count = dev if settings.dev_examples == "all" else settings.dev_examples
-        self.dev_indices = np.sort(np.random.default_rng(0).permutation(dev)[:count])  # the same whatever the seed
-        self.model = model.to(device)
-        if settings.compile:
-            self.model.compile()
-        rate, steps = settings.learning_rate, settings.total_steps
-        self.optimizer = torch.optim.AdamW(model.parameters(), rate, eps=EPS, weight_decay=0, fused=True)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer,
-            rate,
-            total_steps=steps,
-            pct_start=settings.warmup_steps / steps,
-            anneal_strategy="linear",
-            cycle_momentum=settings.cycle_momentum,
+        After `patience` seconds of steps, not counting the first, no more of them are taken.
+        """
+        self.stop, self.result, total = Stop(), Result(), self.total_steps
+        count = min(STEPS + 1, total)
+        with self._at_work(model, task, device, seed):
+            feed = self._feed("train", map(self.order.indices, np.linspace(0, total - 1, count).astype(int).tolist()))
+            while len(self.result.losses) < count and sum(self.result.step_seconds[1:]) < patience:
+                self._step(feed)
+            self.result.note_cuda_peaks(device)
+            by_length = self.dev_indices[np.argsort(self.splits["dev"].lengths[self.dev_indices], kind="stable")]
+            self._evaluate("dev", by_length[:: -(-len(by_length) // (4 * self.batch_size))])  # about four batches
+        assert self.result.memory
+        return Forecast(
+            measured_steps=len(self.result.losses) - 1,
+            step_seconds=self.result.mean_step(),
+            train_seconds=self.result.mean_step() * total,
+            evaluation_seconds=self._seconds_left()[1],
+            memory=self.result.memory,
         )
-        self.scaler = devices.scaler(device, self.precision)
-        self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
-        self.rate = 0.0
-        self.first_step = True  # of this process
-        self.screen = Screen()
-        self.clock = devices.Clock(device, self.result.seconds)
 
-    def train(self, save: Callable[[State], None] | None, log: Callable[[dict[str, Any]], None] | None) -> None:
-        def checkpoint() -> None:
-            if save:
-                save(self.state())
+    @contextmanager
+    def _at_work(self, model: nn.Module, task: Any, device: torch.device, seed: int) -> Iterator[None]:
+        """What a training needs while it goes on. In the end time and memory are summed up, of a failed run too."""
+        with explain_errors(self):
+            self.device, self.splits, self.model = device, task.splits, model.to(device)
+            self.order = task.order(self.batch_size, seed, self.bucket)
+            dev = np.random.default_rng(0).permutation(len(self.splits["dev"]))  # the same whatever the seed
+            self.dev_indices = np.sort(dev if self.dev_examples == "all" else dev[: self.dev_examples])
+            if self.compile:
+                self.model.compile()
+            rate, steps = self.learning_rate, self.total_steps
+            self.optimizer = torch.optim.AdamW(model.parameters(), rate, eps=EPS, weight_decay=0, fused=True)
+            self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+                self.optimizer,
+                rate,
+                total_steps=steps,
+                pct_start=self.warmup_steps / steps,
+                anneal_strategy="linear",
+                cycle_momentum=self.cycle_momentum,
+            )
+            self.scaler = devices.scaler(device, self.precision)
+            self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
+            self.rate = self.example_seconds = 0.0
+            self.first_step = True  # of this process
+            self.screen, self.clock = Screen(), devices.Clock(device, self.result.seconds)
+            try:
+                yield
+            finally:
+                self.screen.close()
+                self.clock.book("pause")
+                self.result.sum_up(device, self.warmup_steps)
 
-        result, settings = self.result, self.settings
-        feed = self.feed(range(len(result.losses), settings.total_steps))
+    def _train(self, save: Callable[[State], None], log: Callable[[dict[str, Any]], None] | None) -> None:
+        result = self.result
+        feed = self._feed("train", map(self.order.indices, range(len(result.losses), self.total_steps)))
         try:
             while True:
                 step = len(result.losses)
-                if settings.evaluates_after(step) and result.evaluated() < step:
-                    point = self.evaluate_dev()
+                if self.evaluates_after(step) and result.evaluated() < step:
+                    point = self._evaluate_dev()
                     if log:
                         log(point.model_dump(exclude={"telemetry"}) | point.telemetry)
-                    checkpoint()
-                if step == settings.total_steps:
+                    save(self._state())
+                if step == self.total_steps:
                     return
                 self.stop.check()
-                self.step(feed)
+                self._step(feed)
                 step += 1
                 check_finite("the loss", result.losses[-1], step)
-                if step == forecasts.STEPS and step < settings.total_steps:
-                    self.screen.line(forecasts.expected_end(self))
-                self.screen.live(lambda: forecasts.line(self))
-                if step % settings.checkpoint_every == 0 or settings.evaluates_after(step):
+                if step == STEPS < self.total_steps:
+                    left = sum(self._seconds_left())
+                    end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
+                    self.screen.line(f"expected end: {end}, in {duration(left)}")
+                self.screen.live(self._status)
+                if step % self.checkpoint_every == 0 or self.evaluates_after(step):
                     result.note_cuda_peaks(self.device)
-                    checkpoint()
+                    save(self._state())
         except Stopped:
-            checkpoint()
+            save(self._state())
             raise
 
-    def feed(self, steps: Iterable[int]) -> Iterator[tuple[Tensor, ...]]:
-        train, trim = self.splits["train"], self.settings.trim
-        return devices.feed(self.device, (train.batch(self.order.indices(step), trim) for step in steps))
+    def _feed(self, split: str, batches: Iterable[Indices]) -> Iterator[tuple[Tensor, ...]]:
+        return devices.feed(self.device, (self.splits[split].batch(indices, self.trim) for indices in batches))
 
-    def step(self, feed: Iterator[tuple[Tensor, ...]]) -> None:
+    def _step(self, feed: Iterator[tuple[Tensor, ...]]) -> None:
         """Take the next batch, its gradient, and one step of the optimiser."""
         self.clock.book("pause")
         ids, labels = next(feed)
         waited = self.clock.book("data_wait")
-        loss = self.gradient(ids, labels)
+        loss = self._gradient(ids, labels)
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
         self.scaler.step(self.optimizer)
@@ -216,73 +216,70 @@ class Training:
         self.result.step_seconds.append(waited + self.clock.book("training"))
         self.result.losses.append(float(loss))  # the device is done: nothing waits for this number
         if self.first_step:
-            measure_memory(self)
+            self._measure_memory()
             self.first_step = False
 
-    def gradient(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def _gradient(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Accumulate the gradient of the mean loss, part by part, and return the loss."""
         total = torch.zeros((), device=self.device)
-        for part, targets in zip(*(x.chunk(self.settings.accumulate) for x in (ids, labels)), strict=True):
+        for part, targets in zip(*(x.chunk(self.accumulate) for x in (ids, labels)), strict=True):
             with devices.autocast(self.device, self.precision):
                 loss = F.cross_entropy(self.model(part).float(), targets) * (len(targets) / len(labels))
             self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
-    def evaluate(self, split: str, indices: Indices, trial: bool = False) -> Outcomes:
-        """Evaluate, with progress on the screen. Unless it is a trial, a request to stop is heard in between."""
+    def _evaluate(self, split: str, indices: Indices) -> Outcomes:
+        """Evaluate, timed and with progress on the screen. A request to stop is heard in between."""
 
         def tick(done: int) -> None:
-            if not trial:
-                self.stop.check()
-                self.screen.live(lambda: f"evaluating: {done:,} of {len(indices):,} examples")
+            self.stop.check()
+            self.screen.live(lambda: f"evaluating: {done:,} of {len(indices):,} examples")
 
-        size, trim = self.settings.batch_size, self.settings.trim
-        return evaluate(self.model, self.splits[split], indices, size, self.device, trim, self.precision, tick)
+        self.clock.book("pause")
+        data, size = self.splits[split], self.batch_size
+        outcomes = evaluate(self.model, data, indices, size, self.device, self.trim, self.precision, tick)
+        self.example_seconds = self.clock.book("evaluation") / len(indices)
+        self.result.note_cuda_peaks(self.device, "evaluation_")
+        return outcomes
 
-    def evaluate_dev(self) -> Point:
+    def _evaluate_dev(self) -> Point:
         """Add a point to the history, and keep the weights if they are the best so far."""
         result, step = self.result, len(self.result.losses)
-        self.clock.book("pause")
-        outcomes, loss = self.evaluate("dev", self.dev_indices)
-        self.clock.book("evaluation")
-        result.note_cuda_peaks(self.device, "evaluation_")
+        outcomes, loss = self._evaluate("dev", self.dev_indices)
         check_finite("the dev loss", loss, step)
         point = Point(
             step=step,
-            train_loss=float(np.mean(result.losses[result.evaluated() :])),
+            train_loss=result.recent_loss(),
             dev_loss=loss,
             dev_accuracy=float(outcomes.mean()),
             learning_rate=self.rate,
             train_seconds=sum(result.step_seconds),
         )
-        if self.settings.telemetry:
-            some = self.splits["dev"].batch(self.dev_indices[: self.settings.batch_size], self.settings.trim)
-            point.telemetry = observe(self.model, next(devices.feed(self.device, [some]))[0])
+        if self.telemetry:
+            ids, _ = next(self._feed("dev", [self.dev_indices[: self.batch_size]]))
+            point.telemetry = observe(self.model, ids)
         result.history.append(point)
         if result.best() is point:
             result.best_weights = {  # not on a GPU, whose memory is measured
                 name: value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
                 for name, value in self.model.state_dict().items()
             }
-        self.screen.line(forecasts.line(self))
+        self.screen.line(self._status())
         for name, value in point.telemetry.items():
             self.screen.line(f"  {name} {value:.4g}")
         return point
 
-    def test(self) -> None:
+    def _test(self) -> None:
         """Test the last weights and, if they are not the same, the best ones, which the model has from then on."""
-        result, best, examples = self.result, self.result.best(), len(self.splits["test"])
-        self.clock.book("pause")
-        outcomes, _ = last, _ = self.evaluate("test", np.arange(examples))
-        if best.step != self.settings.total_steps:
+        result, best, every = self.result, self.result.best(), np.arange(len(self.splits["test"]))
+        outcomes, _ = last, _ = self._evaluate("test", every)
+        if best.step != self.total_steps:
             load_weights(self.model, result.best_weights)
-            outcomes, _ = self.evaluate("test", np.arange(examples))
-        self.clock.book("evaluation")
-        result.note_cuda_peaks(self.device, "evaluation_")
+            outcomes, _ = self._evaluate("test", every)
         result.quality = Quality(
             test_accuracy=float(outcomes.mean()),
-            test_examples=examples,
+            test_examples=len(every),
             correct=pack_bits(outcomes),
             dev_accuracy=best.dev_accuracy,
             dev_step=best.step,
@@ -292,10 +289,55 @@ class Training:
             last_test_accuracy=float(last.mean()),
         )
 
-    def state(self) -> State:
+    def _measure_memory(self) -> None:
+        """After the first step, when the optimiser has its moments. Untimed; changes nothing.
+
+        CPU: one extra pass of training and one of evaluation, each on the longest texts. CUDA's allocator counts by
+        itself in every step; what the first one took is forgotten here.
+        """
+        if devices.is_cuda(self.device):
+            devices.cuda_peaks(self.device)
+            return
+        if "peak_bytes" in self.result.peaks:  # measured before this process
+            return
+
+        def longest(split: str) -> Indices:  # repeated where there are fewer than a batch
+            return np.resize(np.argsort(-self.splits[split].lengths, kind="stable"), self.batch_size)
+
+        before = copy.deepcopy(self.model.state_dict())  # running averages move with each pass
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        state = [*self.model.parameters(), *self.model.buffers(), *moments]
+        train = partial(self._gradient, *next(self._feed("train", [longest("train")])))
+        self.result.peaks["peak_bytes"] = devices.peak_bytes(self.device, state, train)
+        self.optimizer.zero_grad()
+        dev, size = self.splits["dev"], self.batch_size
+        test = partial(evaluate, self.model, dev, longest("dev"), size, self.device, self.trim, self.precision)
+        self.result.peaks["evaluation_peak_bytes"] = devices.peak_bytes(self.device, state, test)
+        self.model.load_state_dict(before)
+
+    def _seconds_left(self) -> tuple[float, float]:
+        """Of training and of evaluation. Until one was timed, evaluating an example takes a third of training on it."""
+        a_step, history = self.result.mean_step(), self.result.history
+        an_example = self.example_seconds or a_step / self.batch_size / 3
+        evaluations = -(-self.total_steps // self.evaluate_every) - len(history)
+        examples = evaluations * len(self.dev_indices) + 2 * len(self.splits["test"])  # best weights and last ones
+        return (self.total_steps - len(self.result.losses)) * a_step, examples * an_example
+
+    def _status(self) -> str:
+        """Step, loss (mean since the last evaluation), dev accuracy, steps/s, memory, time left."""
+        result = self.result
+        parts = [f"step {len(result.losses):>6,}/{self.total_steps:,}", f"loss {result.recent_loss():.4f}"]
+        if result.history:
+            parts.append(f"dev accuracy {result.history[-1].dev_accuracy:6.2%}")
+        parts.append(f"{1 / result.mean_step():.3g} steps/s")
+        if peak := result.peaks.get("peak_bytes"):
+            parts.append(mebibytes(peak))
+        return "  ".join([*parts, f"{duration(sum(self._seconds_left()))} left"])
+
+    def _state(self) -> State:
         """All that a later process needs. The sampler's state is the number of steps."""
         result = self.result
-        result.note_resident_peak()
+        result.raise_peak("resident_peak_bytes", devices.resident_peak())
         self.clock.book("pause")
         return {name: getattr(self, name).state_dict() for name in STATEFUL} | {
             "step": len(result.losses),
@@ -309,8 +351,8 @@ class Training:
             "best_weights": result.best_weights,
         }
 
-    def load(self, saved: State) -> None:
-        """Go on from what `state` returned."""
+    def _load(self, saved: State) -> None:
+        """Go on from what `_state` returned."""
         load_weights(self.model, saved["model"])
         for name in STATEFUL[1:]:
             getattr(self, name).load_state_dict(saved[name])
@@ -321,9 +363,3 @@ class Training:
         result.seconds.update(saved["seconds"])
         result.peaks, result.best_weights = saved["peaks"], saved["best_weights"]
         result.history = [Point(**point) for point in saved["history"]]
-
-    def close(self) -> None:
-        """Sum up time and memory, of a failed run too."""
-        self.screen.close()
-        self.clock.book("pause")
-        self.result.sum_up(self.device, self.settings.warmup_steps)

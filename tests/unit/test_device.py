@@ -27,16 +27,17 @@ from tests import forked
 from tests.conftest import MODELS, Compose
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it, and grants memory that is not there")
 
 
 class PlayedCuda(SimpleNamespace):
     """torch.cuda as far as device.py calls it: it writes down the calls, and its memory is what a test says."""
 
     def __init__(self) -> None:
-        super().__init__(calls=[], allocated=0, reserved=0)
+        super().__init__(available=True, calls=[], allocated=0, reserved=0)
 
     def is_available(self) -> bool:
-        return True
+        return self.available
 
     def get_device_name(self, device: torch.device) -> str:
         return "Played GPU"
@@ -75,6 +76,10 @@ def test_the_choice(played: PlayedCuda) -> None:
     assert devices.choose("auto") == devices.choose("cuda") == CUDA
     assert devices.choose("cpu") == CPU
     assert devices.describe(CUDA) == "Played GPU"
+    played.available = False
+    assert devices.choose("auto") == CPU
+    with pytest.raises(ValueError, match="use device=cpu"):
+        devices.choose("cuda")
 
 
 def test_auto_precision_is_mixed_on_cuda_alone_and_only_float16_is_scaled() -> None:
@@ -97,16 +102,12 @@ def test_the_clock_waits_for_the_device_and_books_every_second(
 
 def test_peaks_begin_anew_when_they_are_read(played: PlayedCuda) -> None:
     played.allocated, played.reserved = 5, 8
-    assert devices.cuda_peaks(CUDA) == (5, 8)
-    assert devices.cuda_peaks(CUDA) == (0, 0)
+    assert [devices.cuda_peaks(CUDA) for _ in range(2)] == [(5, 8), (0, 0)]
     assert played.calls == ["reset", "reset"]
 
 
 def test_the_peak_of_some_work_on_cuda(played: PlayedCuda) -> None:
-    def work() -> None:
-        played.allocated = 42
-
-    assert devices.peak_bytes(CUDA, [], work) == 42
+    assert devices.peak_bytes(CUDA, [], lambda: vars(played).update(allocated=42)) == 42
     assert played.calls == ["synchronize", "reset", "synchronize", ("random", [7])]
 
 
@@ -146,40 +147,26 @@ def test_the_feed_gives_every_batch_in_its_order(device: torch.device) -> None:
     assert list(devices.feed(device, [])) == []
 
 
-def test_one_item_is_made_ahead_and_no_more() -> None:
+def test_one_batch_is_made_ahead_and_no_more() -> None:
+    """By a thread; what goes wrong there is raised in its turn."""
     made = []
 
-    def items() -> Iterator[int]:
-        for i in range(10):
-            made.append((i, threading.current_thread().name))
-            yield i
+    def batches() -> Iterator[tuple[np.ndarray]]:
+        for i in range(5):
+            made.append(i)
+            yield (np.zeros(i),)
+        raise MemoryError
 
-    ahead = devices._one_ahead(items())
+    fed = devices.feed(torch.device("meta"), batches())
     for i in range(4):
-        assert next(ahead) == i
+        assert next(fed)[0].shape == (i,)
         deadline = time.monotonic() + 30
         while len(made) < i + 2 and time.monotonic() < deadline:
             time.sleep(0.001)  # the thread is at work
-        assert [item for item, _ in made] == list(range(i + 2))
-    ahead.close()
-    assert {thread for _, thread in made}.isdisjoint({threading.main_thread().name})
-
-
-def test_what_goes_wrong_in_the_feeding_thread_is_raised_in_its_turn() -> None:
-    def items() -> Iterator[int]:
-        yield 0
-        raise MemoryError
-
-    ahead = devices._one_ahead(items())
-    assert next(ahead) == 0
+        assert made == list(range(i + 2))
+    next(fed)
     with pytest.raises(MemoryError):
-        next(ahead)
-
-
-def test_missing_device() -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="use device=cpu"):
-            devices.choose("cuda")
+        next(fed)
 
 
 def test_tf32_is_what_the_flag_says(played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,19 +195,25 @@ for _ in range(2):
     assert first == "None" if not Path("/proc/self/status").exists() else 2**26 < int(first) < 2**30
 
 
-def test_batches_for_cuda_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fed to meta, which is taken for CUDA here."""
-    pinned = []
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What was copied to pinned memory, if every device is taken for CUDA."""
+    copied: list[Tensor] = []
     monkeypatch.setattr(devices, "is_cuda", lambda device: True)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: copied.append(tensor) or tensor)
+    return copied
+
+
+def test_batches_for_cuda_come_from_pinned_memory(pinned: list[Tensor]) -> None:
     fed = list(devices.feed(torch.device("meta"), [(np.zeros((2, 3), np.int32), np.zeros(2, np.int64))]))
     assert [tensor.shape for tensor in pinned] == [(2, 3), (2,)]
     assert {tensor.device.type for pair in fed for tensor in pair} == {"meta"}
 
 
-def test_a_whole_run_on_the_played_gpu(cell: Compose, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_run_on_the_played_gpu(
+    cell: Compose, played: PlayedCuda, pinned: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The CPU under the name of CUDA: peaks of training and evaluation apart, the first step forgotten, float16."""
-    monkeypatch.setattr(devices, "is_cuda", lambda device: True)
     monkeypatch.setattr(devices, "choose", lambda name: CPU)
     forward = torch.nn.Module.__call__
     seen: list[int] = []
@@ -234,12 +227,10 @@ def test_a_whole_run_on_the_played_gpu(cell: Compose, played: PlayedCuda, monkey
 
     monkeypatch.setattr(torch.nn.Module, "__call__", allocating)
     record = run(cell("listops", "macformer_exp"), [])
-    assert record is not None
     assert record.status == "ok"
     assert record.environment.precision == "float16"
     assert record.environment.device_name == "Played GPU"
     memory = record.memory
-    assert memory is not None
     assert 100 < memory.peak_bytes < 200  # not the 900 of the first step
     assert memory.reserved_bytes == 2 * memory.peak_bytes
     assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (50, 100)
@@ -247,8 +238,7 @@ def test_a_whole_run_on_the_played_gpu(cell: Compose, played: PlayedCuda, monkey
     assert played.calls.count("synchronize") > 3 * record.steps_done
 
 
-def test_a_forecast_on_the_played_gpu(cell: Compose, played: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "is_cuda", lambda device: True)
+def test_a_forecast_on_the_played_gpu(cell: Compose, played: PlayedCuda, pinned: object) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     model = configs.build(config, "model", **asdict(task.spec))
@@ -310,19 +300,15 @@ def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Compose) -> 
         pytest.skip("torch sees no CUDA GPU here")
     config = cell("listops", name, "device=cuda", f"trainer.precision={precision}", "trainer.accumulate=2")
     record = run(config, [])
-    assert record is not None
     assert record.status == "ok"
     assert record.environment.device == "cuda"
-    assert record.memory is not None
-    assert record.memory.reserved_bytes is not None
     assert record.memory.reserved_bytes >= record.memory.peak_bytes > 0
     assert record.memory.evaluation_peak_bytes
 
 
+@LINUX
 def test_freed_memory_is_kept_or_given_back() -> None:
     """In a process of its own: resident bytes once 256 MiB are freed, kept and then given back."""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("only Linux says what is resident")
     code = """
 import torch
 from macformer.harness import device as devices
@@ -347,12 +333,13 @@ print(kept - before, returned - before, resident() - before)
     assert again < 50
 
 
+@LINUX
 def test_free_memory_is_told_of_the_cpu_alone() -> None:
     assert devices.free_bytes(CUDA) is None
-    if Path("/proc/meminfo").exists():
-        assert 2**20 < devices.free_bytes(CPU) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 2**20 < devices.free_bytes(CPU) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@LINUX
 def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: Path) -> None:
     """Of either version; a group's limit may stand above the one that the process is in."""
 
@@ -362,30 +349,29 @@ def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: P
 
     write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
     write("proc/self/cgroup", "4:cpu:/else\n3:memory:/job/task\n0::/new/leaf\n")
-    assert devices.available_memory(tmp_path) == 8000 * 1024
+    assert devices.free_bytes(CPU, tmp_path) == 8000 * 1024
     write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "5000000\n")
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "2000000\n")
     write("sys/fs/cgroup/memory/job/memory.stat", "cache 1\ntotal_inactive_file 500000\n")
-    assert devices.available_memory(tmp_path) == 3_500_000
+    assert devices.free_bytes(CPU, tmp_path) == 3_500_000
     for name, most in (("new/leaf", "max"), ("new", "4000000")):
         write(f"sys/fs/cgroup/{name}/memory.max", most + "\n")
         write(f"sys/fs/cgroup/{name}/memory.current", "3000000\n")
         write(f"sys/fs/cgroup/{name}/memory.stat", "anon 1\ninactive_file 100000\n")
-    assert devices.available_memory(tmp_path) == 1_100_000
+    assert devices.free_bytes(CPU, tmp_path) == 1_100_000
     write("sys/fs/cgroup/new/memory.current", "9000000\n")
-    assert devices.available_memory(tmp_path) == 0
+    assert devices.free_bytes(CPU, tmp_path) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux grants memory that is not there and lets it be limited")
+@LINUX
 def test_memory_that_is_not_there_is_refused() -> None:
     """Pieces that are each granted, twice what there is in all. Nothing is written to them: they cost nothing."""
     greedy = """
 import resource, sys, torch
-from pathlib import Path
 from macformer.harness import device
 hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
 resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # the limit of runs in the process before this one is inherited
-piece = device.available_memory(Path("/")) // 10
+piece = device.free_bytes(torch.device("cpu")) // 10
 if sys.argv[1] == "prepared":
     device.prepare(torch.device("cpu"), 1)
 try:

@@ -7,20 +7,21 @@ import itertools
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import failures, trainer
 from macformer.harness import record as records
-from macformer.harness import stop as stops
 from macformer.harness.checkpoint import CheckpointError
 from macformer.harness.evaluation import evaluate
 from macformer.harness.result import Result
@@ -30,12 +31,31 @@ from tests.conftest import MODELS, Compose
 CPU = torch.device("cpu")
 
 
-def fit(config: DictConfig) -> tuple[Result, nn.Module, object]:
+def built(config: DictConfig) -> tuple[trainer.Trainer, nn.Module, Any]:
+    """Trainer, model and task; a model of its own may stand in for the second."""
     task = configs.build(config, "task.data", folder=config.paths.data)
     torch.manual_seed(config.seed)
-    model = configs.build(config, "model", **asdict(task.spec))
-    result = configs.build(config, "trainer").fit(model, task, CPU, config.seed)
-    return result, model, task
+    return configs.build(config, "trainer"), configs.build(config, "model", **asdict(task.spec)), task
+
+
+def fit(config: DictConfig) -> tuple[Result, nn.Module, Any]:
+    settings, model, task = built(config)
+    return settings.fit(model, task, CPU, config.seed), model, task
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Tensor]]:
+    """The options of the optimiser and all gradients, as it gets them in each step."""
+    seen = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *args: object) -> None:
+        (group,) = self.param_groups
+        seen.append((dict(group), torch.cat([p.grad.flatten() for p in group["params"]])))
+        step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    return seen
 
 
 def test_same_seed_same_bits_and_another_seed_others(cell: Compose) -> None:
@@ -63,20 +83,12 @@ def test_schedule_rises_and_falls_linearly(cell: Compose) -> None:
 
 @pytest.mark.parametrize(("protocol", "lowest", "highest"), [("paper", 0.85, 0.95), ("clean", 0.9, 0.9)])
 def test_momentum_cycles_under_the_paper_protocol_alone(
-    cell: Compose, monkeypatch: pytest.MonkeyPatch, protocol: str, lowest: float, highest: float
+    cell: Compose, steps: list, protocol: str, lowest: float, highest: float
 ) -> None:
-    seen: list[dict] = []
-    step = torch.optim.AdamW.step
-
-    def watched(self: torch.optim.AdamW, *args: object) -> None:
-        seen.append(dict(self.param_groups[0]))
-        step(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     fit(cell("listops", "rfa", f"protocol={protocol}"))
-    betas = [group["betas"][0] for group in seen]
+    betas = [group["betas"][0] for group, _ in steps]
     assert (min(betas), max(betas)) == pytest.approx((lowest, highest))
-    assert {(group["eps"], group["weight_decay"]) for group in seen} == {(1e-6, 0)}
+    assert {(group["eps"], group["weight_decay"]) for group, _ in steps} == {(1e-6, 0)}
 
 
 def test_the_best_by_dev_is_tested_and_the_last_one_too(cell: Compose) -> None:
@@ -84,7 +96,6 @@ def test_the_best_by_dev_is_tested_and_the_last_one_too(cell: Compose) -> None:
     result, model, task = fit(config)
     accuracies = [point.dev_accuracy for point in result.history]
     quality = result.quality
-    assert quality is not None
     assert quality.dev_accuracy == max(accuracies)
     assert quality.dev_step == accuracies.index(max(accuracies)) + 1
     assert quality.last_dev_accuracy == accuracies[-1]
@@ -103,23 +114,27 @@ def test_evaluation_does_not_depend_on_the_batch_size(cell: Compose) -> None:
     assert model.training
 
 
-def test_a_dev_subset_is_the_same_in_every_run(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["trainer.dev_examples=3", "task.data.examples.dev=12"]
+def test_a_dev_subset_is_the_same_in_every_run_and_the_record_tells_subsets_apart(
+    cell: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used: list[list[int]] = []
-    watched = trainer.evaluate
 
-    def evaluate(model: nn.Module, split: object, indices: np.ndarray, *rest: object) -> object:
+    def watched(model: nn.Module, split: object, indices: np.ndarray, *rest: object) -> object:
         used.append(indices.tolist())
-        return watched(model, split, indices, *rest)
+        return evaluate(model, split, indices, *rest)
 
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
-    for seed in (0, 1):
-        quality = fit(cell("listops", "rfa", *sizes, f"seed={seed}"))[0].quality
-        assert quality is not None
-        assert quality.dev_examples == 3
+    monkeypatch.setattr(trainer, "evaluate", watched)
+    names = []
+    for examples, of, seed in ((3, 12, 0), (3, 12, 1), (8, 12, 0), (8, 16, 0), ("all", 12, 0)):
+        sizes = [f"trainer.dev_examples={examples}", f"task.data.examples.dev={of}", f"seed={seed}"]
+        quality = fit(cell("listops", "rfa", *sizes))[0].quality
+        assert quality.dev_examples == (12 if examples == "all" else examples)
+        names.append(quality.dev_subset)
     subsets = {tuple(indices) for indices in used if len(indices) == 3}
     assert len(subsets) == 1
     assert subsets != {(0, 1, 2)}
+    assert names[0] == names[1]
+    assert len(set(names)) == 4
 
 
 def test_a_loss_that_is_not_finite_is_a_result(cell: Compose) -> None:
@@ -133,7 +148,7 @@ class Failing(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.error = error
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         raise self.error
 
 
@@ -146,19 +161,13 @@ class Failing(nn.Module):
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "oom"),
     ],
 )
-def test_other_failures_are_results_too(cell: Compose, error: BaseException, status: str) -> None:
-    config = cell("listops", "rfa")
-    task = configs.build(config, "task.data", folder=config.paths.data)
-    result = configs.build(config, "trainer").fit(Failing(error), task, CPU, 0)
+def test_other_failures_are_results_too_but_a_bug(cell: Compose, error: BaseException, status: str) -> None:
+    settings, _, task = built(cell("listops", "rfa"))
+    result = settings.fit(Failing(error), task, CPU, 0)
     assert result.status == status
     assert "0 steps" in result.message
-
-
-def test_a_bug_is_no_result(cell: Compose) -> None:
-    config = cell("listops", "rfa")
-    task = configs.build(config, "task.data", folder=config.paths.data)
     with pytest.raises(RuntimeError, match="a bug"):
-        configs.build(config, "trainer").fit(Failing(RuntimeError("a bug")), task, CPU, 0)
+        settings.fit(Failing(RuntimeError("a bug")), task, CPU, 0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,30 +183,22 @@ def test_the_shortest_schedule_runs(cell: Compose) -> None:
     assert len(result.losses) == 3
 
 
-def test_gradients_are_clipped_by_value_at_one(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
-    step = torch.optim.AdamW.step
+class Steep(nn.Module):
+    """Gradients of three sizes: about 1e-3, 1e3 and -1e3 times that of the loss."""
 
-    def watched(self: torch.optim.AdamW, *args: object) -> None:
-        seen.append(torch.cat([p.grad.flatten() for group in self.param_groups for p in group["params"]]))
-        step(self, *args)
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
 
-    class Steep(nn.Module):
-        """Gradients of three sizes: about 1e-3, 1e3 and -1e3 times that of the loss."""
+    def forward(self, ids: Tensor) -> Tensor:
+        score = (self.weight * torch.tensor([1e-3, 1e3, -1e3])).sum()
+        return torch.zeros(len(ids), 10) + score * (torch.arange(10) == 0)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3))
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            score = (self.weight * torch.tensor([1e-3, 1e3, -1e3])).sum()
-            return torch.zeros(len(ids), 10) + score * (torch.arange(10) == 0)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-    config = cell("listops", "rfa")
-    task = configs.build(config, "task.data", folder=config.paths.data)
-    configs.build(config, "trainer").fit(Steep(), task, CPU, 0)
-    small, up, down = seen[0].abs().tolist()
+def test_gradients_are_clipped_by_value_at_one(cell: Compose, steps: list) -> None:
+    settings, _, task = built(cell("listops", "rfa"))
+    settings.fit(Steep(), task, CPU, 0)
+    small, up, down = steps[0][1].abs().tolist()
     assert (up, down) == (1, 1)  # by value: each element on its own ...
     assert 0 < small < 1e-2  # ... so that a small one is not scaled down with them
 
@@ -215,19 +216,17 @@ def test_trimming_changes_no_evaluation_and_buckets_train(cell: Compose, task: s
 
 
 def test_memory_is_that_of_a_whole_batch_even_of_few_examples(cell: Compose) -> None:
-    peaks = []
-    for size in (16, 64):
-        memory = fit(cell("listops", "rfa", f"trainer.batch_size={size}", "task.data.examples.train=16"))[0].memory
-        assert memory is not None
-        peaks.append(memory.peak_bytes)
-    assert peaks[1] > 2.5 * peaks[0]
+    sizes = (["task.data.examples.train=16", f"trainer.batch_size={size}"] for size in (16, 64))
+    small, large = (fit(cell("listops", "rfa", *more))[0].memory.peak_bytes for more in sizes)
+    assert large > 2.5 * small
 
 
 def test_telemetry_is_in_history_and_changes_nothing(cell: Compose, capsys: pytest.CaptureFixture[str]) -> None:
     plain, watched = (fit(cell("listops", "macformer_exp", *extra))[0] for extra in ([], ["trainer.telemetry=true"]))
     assert watched.losses == plain.losses
     assert watched.quality == plain.quality
-    assert not any(point.telemetry for point in plain.history)
+    none = fit(cell("listops", "rfa", "trainer.telemetry=true"))[0]  # its attention has none to tell
+    assert not any(point.telemetry for point in [*plain.history, *none.history])
     names = {
         f"layers.{i}.attend.attention.{what}" for i in (0, 1) for what in ("logit_min", "logit_max", "floored", "error")
     }
@@ -238,16 +237,11 @@ def test_telemetry_is_in_history_and_changes_nothing(cell: Compose, capsys: pyte
     assert "layers.1.attend.attention.floored 0" in capsys.readouterr().out
 
 
-def test_telemetry_of_a_model_that_has_none_is_empty(cell: Compose) -> None:
-    result = fit(cell("listops", "rfa", "trainer.telemetry=true"))[0]
-    assert not any(point.telemetry for point in result.history)
-
-
 @pytest.mark.parametrize("extra", ["model.attention.redraw=2", "model.pre_sbn.statistics=batch"])
 def test_measuring_memory_changes_nothing(cell: Compose, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even what moves with each pass, the running averages; nor the draws."""
     measured = fit(cell("listops", "macformer_exp", extra))[0]
-    monkeypatch.setattr(trainer, "measure_memory", lambda run: None)
+    monkeypatch.setattr(trainer.Trainer, "_measure_memory", lambda settings: None)
     assert fit(cell("listops", "macformer_exp", extra))[0].losses == measured.losses
 
 
@@ -276,18 +270,6 @@ def test_a_batch_in_parts_has_the_same_gradient(cell: Compose, parts: int) -> No
     assert split.peaks["peak_bytes"] < 0.8 * whole.peaks["peak_bytes"]
 
 
-def test_all_dev_examples(cell: Compose) -> None:
-    quality = fit(cell("listops", "rfa", "trainer.dev_examples=all", "task.data.examples.dev=12"))[0].quality
-    assert quality is not None
-    assert quality.dev_examples == 12
-
-
-def test_the_record_tells_dev_subsets_apart(cell: Compose) -> None:
-    sizes = ["task.data.examples.dev=12", "trainer.dev_examples=8"], ["task.data.examples.dev=16"], ["seed=1"]
-    found = [fit(cell("listops", "rfa", *more))[0].quality for more in (*sizes, [])]
-    assert len({quality.dev_subset for quality in found if quality}) == 3  # the last two have the same
-
-
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["transformer", "rfa", "macformer_exp"])
 def test_mixed_precision_learns_about_the_same(cell: Compose, name: str, precision: str) -> None:
@@ -302,12 +284,6 @@ def test_mixed_precision_learns_about_the_same(cell: Compose, name: str, precisi
 def test_a_saved_state_goes_on_bit_for_bit(cell: Compose, precision: str) -> None:
     """Every state that `save` gets, through weights_only; the scaler's included."""
     config = cell("listops", "macformer_exp", f"trainer.precision={precision}", "trainer.checkpoint_every=3")
-    task = configs.build(config, "task.data", folder=config.paths.data)
-
-    def new() -> nn.Module:
-        torch.manual_seed(config.seed)
-        return configs.build(config, "model", **asdict(task.spec))
-
     states: list[bytes] = []
 
     def save(state: dict) -> None:
@@ -315,13 +291,14 @@ def test_a_saved_state_goes_on_bit_for_bit(cell: Compose, precision: str) -> Non
         torch.save(state, stream)
         states.append(stream.getvalue())
 
-    settings = configs.build(config, "trainer")
-    whole = settings.fit(new(), task, CPU, config.seed, save)
+    settings, model, task = built(config)
+    whole = settings.fit(model, task, CPU, config.seed, save)
     loaded = [torch.load(io.BytesIO(state), weights_only=True) for state in states]
     assert [state["step"] for state in loaded] == [3, 5, 5, 6, 9, 10, 10]
     for state in loaded:
+        settings, model, task = built(config)
         torch.manual_seed(99)
-        resumed = settings.fit(new(), task, CPU, config.seed, saved=state)
+        resumed = settings.fit(model, task, CPU, config.seed, saved=state)
         assert resumed.losses == whole.losses
         assert resumed.quality == whole.quality
         assert resumed.peaks["peak_bytes"] == whole.peaks["peak_bytes"]
@@ -329,11 +306,9 @@ def test_a_saved_state_goes_on_bit_for_bit(cell: Compose, precision: str) -> Non
 
 
 def test_a_saved_state_of_other_code_is_one_sentence(cell: Compose) -> None:
-    config = cell("listops", "rfa")
-    task = configs.build(config, "task.data", folder=config.paths.data)
-    model = configs.build(config, "model", **asdict(task.spec))
+    settings, model, task = built(cell("listops", "rfa"))
     with pytest.raises(failures.CannotRun, match="do not fit this code: train again"):
-        configs.build(config, "trainer").fit(model, task, CPU, 0, saved={"model": {"other": torch.zeros(1)}})
+        settings.fit(model, task, CPU, 0, saved={"model": {"other": torch.zeros(1)}})
 
 
 def test_every_second_is_booked_once(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,18 +317,16 @@ def test_every_second_is_booked_once(cell: Compose, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(devices, "now", lambda device: float(next(ticks)))
     result = fit(cell("listops", "rfa"))[0]
     assert result.step_seconds == [2.0] * 10
-    assert (result.seconds["training"], result.seconds["data_wait"], result.seconds["evaluation"]) == (10, 10, 3)
+    assert (result.seconds["training"], result.seconds["data_wait"], result.seconds["evaluation"]) == (10, 10, 4)
     assert sum(result.seconds.values()) == next(ticks) - 1
     time = result.time
-    assert time is not None
     assert (time.train_seconds, time.warmup_seconds, time.data_wait_seconds) == (20, 4, 10)
-    assert (time.evaluation_seconds, time.pause_seconds) == (3, result.seconds["pause"])
+    assert (time.evaluation_seconds, time.pause_seconds) == (4, result.seconds["pause"])
 
 
 def test_a_failed_run_has_its_time_too(cell: Compose) -> None:
     result = fit(cell("listops", "transformer", "task.learning_rate=1e30"))[0]
     assert result.status == "diverged"
-    assert result.time is not None
     assert result.time.train_seconds == sum(result.step_seconds) > 0
     assert result.memory is not None
 
@@ -372,39 +345,33 @@ def test_a_forecast_trains_and_leaves_nothing(
 
 def test_a_forecast_adds_up(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second a look: a step takes one, waiting for its data another."""
-    config = cell("listops", "rfa", "trainer.steps=98", "trainer.evaluate_every=10", "trainer.dev_examples=8")
-    task = configs.build(config, "task.data", folder=config.paths.data)
-    model = configs.build(config, "model", **asdict(task.spec))
+    sizes = "trainer.steps=98", "trainer.evaluate_every=10", "trainer.dev_examples=8"
+    settings, model, task = built(cell("listops", "rfa", *sizes))
     ticks = itertools.count()
     monkeypatch.setattr(devices, "now", lambda device: float(next(ticks)))
-    cost = configs.build(config, "trainer").forecast(model, task, CPU, 0)
+    cost = settings.forecast(model, task, CPU, 0)
     assert cost.measured_steps == 20
     assert cost.train_seconds == 100 * 2
     assert cost.evaluation_seconds == pytest.approx((10 * 8 + 2 * 8) / 8)  # the 8 dev examples took one second
 
 
-@pytest.fixture
-def trained(cell: Compose) -> str:
-    record = run(cell("listops", "rfa", "task.learning_rate=1e-2", "trainer.evaluate_every=3"), [])
-    assert record is not None
-    assert record.quality is not None
-    return record.run_id
-
-
 KEYS = ["task.learning_rate=1e-2", "trainer.evaluate_every=3"]
 
 
+@pytest.fixture
+def trained(cell: Compose) -> records.Record:
+    return run(cell("listops", "rfa", *KEYS), [])
+
+
 def test_evaluating_a_run_by_its_id_and_by_its_checkpoint(
-    cell: Compose, trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cell: Compose, trained: records.Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = records.read(tmp_path / "runs" / "listops" / "rfa" / f"{trained}.json")
-    assert record.quality is not None
     capsys.readouterr()
-    for name in (trained, f"{tmp_path}/outputs/{trained}/checkpoint.pt"):
+    for name in (trained.run_id, f"{tmp_path}/outputs/{trained.run_id}/checkpoint.pt"):
         assert run(cell("listops", "rfa", *KEYS, f"evaluate={name}", "threads=2"), []) is None
         best, last = re.findall(r"test accuracy ([\d.]+)% of 8", capsys.readouterr().out)
-        assert float(best) == pytest.approx(100 * record.quality.test_accuracy, abs=0.01)
-        assert float(last) == pytest.approx(100 * record.quality.last_test_accuracy, abs=0.01)
+        assert float(best) == pytest.approx(100 * trained.quality.test_accuracy, abs=0.01)
+        assert float(last) == pytest.approx(100 * trained.quality.last_test_accuracy, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -417,20 +384,32 @@ def test_evaluating_a_run_by_its_id_and_by_its_checkpoint(
     ],
 )
 def test_evaluating_a_checkpoint_of_another_configuration_is_refused_by_key(
-    cell: Compose, trained: str, change: str, named: str
+    cell: Compose, trained: records.Record, change: str, named: str
 ) -> None:
     with pytest.raises(CheckpointError, match=re.escape(named)):
-        run(cell("listops", "rfa", *KEYS, f"evaluate={trained}", change), [])
+        run(cell("listops", "rfa", *KEYS, f"evaluate={trained.run_id}", change), [])
 
 
 def test_evaluating_what_is_not_there(cell: Compose) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*outputs/listops.rfa.0.nosuch/checkpoint.pt"):
-        run(cell("listops", "rfa", "evaluate=listops.rfa.0.nosuch"), [])
+    with pytest.raises(
+        CheckpointError, match=r"there is no checkpoint .*outputs/lifailures.rfa.0.nosuch/checkpoint.pt"
+    ):
+        run(cell("listops", "rfa", "evaluate=lifailures.rfa.0.nosuch"), [])
 
 
-def test_weights_go_through_torch_compile(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Has torch.compile use a backend that needs no C++ compiler."""
+
+    def use(backend: Any) -> None:
+        monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=backend))
+
+    use("aot_eager")
+    return use
+
+
+def test_weights_go_through_torch_compile(cell: Compose, compiles: object) -> None:
     """Names of the weights stay the same, so that a checkpoint fits either way."""
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
     plain, compiled = (  # without dropout, whose random numbers are others then
         fit(cell("listops", "transformer_sdpa", "model.dropout=0.0", f"trainer.compile={flag}"))
         for flag in ("false", "true")
@@ -439,29 +418,26 @@ def test_weights_go_through_torch_compile(cell: Compose, monkeypatch: pytest.Mon
     assert compiled[1].state_dict().keys() == plain[1].state_dict().keys()
 
 
-def test_a_compiled_run_goes_on_as_it_was(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_run_goes_on_as_it_was(cell: Compose, compiles: object) -> None:
     """With dropout, evaluations and all. A module that does nothing in evaluation is not compiled any more after it."""
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
     config = cell("listops", "macformer_exp", "trainer.compile=true", "trainer.checkpoint_every=3")
     states: list[dict] = []
     losses = []
-    for saved in (None, 0):
+    for _ in range(2):
         torch.compiler.reset()
-        task = configs.build(config, "task.data", folder=config.paths.data)
-        torch.manual_seed(config.seed)
-        model = configs.build(config, "model", **asdict(task.spec))
-        state = saved if saved is None else states[saved]
-        save = None if state else lambda state: states.append(copy.deepcopy(state))
-        losses.append(configs.build(config, "trainer").fit(model, task, CPU, config.seed, save, state).losses)
+        settings, model, task = built(config)
+        saved = states[0] if states else None
+        result = settings.fit(model, task, CPU, config.seed, lambda new: states.append(copy.deepcopy(new)), saved)
+        losses.append(result.losses)
     assert states[0]["step"] == 3
     assert losses[0] == losses[1]
 
 
-def test_a_compiler_that_fails_is_one_sentence(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_one_sentence(cell: Compose, compiles: Callable[[Any], None]) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no C++ compiler\nand a long story")
 
-    monkeypatch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=broken))
+    compiles(broken)
     with pytest.raises(failures.CannotRun, match=r"^trainer.compile=true does not work here \(.+\): leave it out$"):
         fit(cell("listops", "transformer", "trainer.compile=true"))
 
@@ -470,14 +446,14 @@ def test_a_request_to_stop_waits_for_a_good_moment_and_a_late_second_one_does_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with stops.Stop() as stop:
+    with failures.Stop() as stop:
         stop.check()
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):  # at once: a checkpoint may be under way
             signal.raise_signal(number)
-        with pytest.raises(stops.Stopped):
+        with pytest.raises(failures.Stopped):
             stop.check()
         assert stop.signal == signal.SIGINT
-        monkeypatch.setattr(stops, "PATIENCE", -1)
+        monkeypatch.setattr(failures, "PATIENCE", -1)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -500,7 +476,6 @@ def test_a_signal_that_comes_too_late_for_its_run_still_stops_a_sweep(
 
 def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run(cell("listops", "rfa"), [])
-    assert record is not None
 
     def short(*args: object) -> None:
         raise MemoryError
@@ -513,19 +488,16 @@ def test_a_forecast_and_an_evaluation_say_that_memory_is_short(cell: Compose, mo
 
 def test_an_evaluation_stops_when_it_is_asked_to(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of it; what was trained until then is saved, and the evaluation comes first when it goes on."""
-    config = cell("listops", "rfa", "task.data.examples.dev=32", "trainer.dev_examples=32")
-    task = configs.build(config, "task.data", folder=config.paths.data)
-    asked = trainer.evaluate
+    settings, model, task = built(cell("listops", "rfa", "task.data.examples.dev=32", "trainer.dev_examples=32"))
 
-    def evaluate(model: nn.Module, split: object, indices: np.ndarray, *rest: object) -> object:
+    def asked(model: nn.Module, split: object, indices: np.ndarray, *rest: object) -> object:
         if len(indices) == 32:
             signal.raise_signal(signal.SIGTERM)
-        return asked(model, split, indices, *rest)
+        return evaluate(model, split, indices, *rest)
 
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(trainer, "evaluate", asked)
     states: list[dict] = []
-    model = configs.build(config, "model", **asdict(task.spec))
-    result = configs.build(config, "trainer").fit(model, task, CPU, 0, states.append)
+    result = settings.fit(model, task, CPU, 0, states.append)
     assert (result.status, result.message) == ("interrupted", "SIGTERM after 5 steps")
     assert [(state["step"], len(state["history"])) for state in states] == [(5, 0), (5, 0)]
 
@@ -545,7 +517,7 @@ def test_a_signal_that_somebody_else_handles_is_left_to_them() -> None:
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:
-        with stops.Stop() as stop:
+        with failures.Stop() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             assert asked == [signal.SIGTERM]
             stop.check()
