@@ -11,23 +11,20 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, cuda
 from torch.profiler import ProfilerActivity, profile
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
-MMAP_MAX = 65536  # glibc's default
+M_TRIM_THRESHOLD, M_MMAP_MAX, MMAP_MAX = -1, -4, 65536  # glibc's names of two options; its default of the second
 # Control groups of version 2 and 1, as /proc/self/cgroup calls them: the folder, the files of the limit and of the use,
 # and the key in memory.stat of the files that were read, which a group gives up when memory is short.
 CONTROL_GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-Array = NDArray[np.generic]
 Item = TypeVar("Item")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Account = Literal["training", "data_wait", "evaluation", "pause"]
@@ -186,7 +183,7 @@ def time_repeated(device: torch.device, work: Callable[[], Item], seconds: float
     return (now(device) - begin) / calls, result
 
 
-def feed(device: torch.device, batches: Iterable[tuple[Array, ...]]) -> Iterator[tuple[Tensor, ...]]:
+def feed(device: torch.device, batches: Iterable[tuple[NDArray[Any], ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Batches as tensors on the device.
 
     CPU: made when they are asked for; a thread would take its time from the step. Else a thread makes the next one
@@ -217,9 +214,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
 
 
-def cuda_peaks(device: torch.device) -> tuple[int, int]:
-    """Allocated and reserved bytes at their highest since the last call; they begin anew."""
-    peaks = cuda.max_memory_allocated(device), cuda.max_memory_reserved(device)
+def cuda_peaks(device: torch.device) -> dict[str, int]:
+    """Allocated and reserved bytes at their highest since the last call, as a record calls them. None on the CPU."""
+    if not is_cuda(device):
+        return {}
+    peaks = {"peak_bytes": cuda.max_memory_allocated(device), "reserved_bytes": cuda.max_memory_reserved(device)}
     cuda.reset_peak_memory_stats(device)
     return peaks
 

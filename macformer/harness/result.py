@@ -1,5 +1,6 @@
 """What a run has so far: losses, history, best weights, time and memory; and what a whole one would cost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,16 +54,10 @@ class Result:
         """Mean seconds of the last steps, the slow first one left out."""
         return float(np.mean(self.step_seconds[1:][-1000:] or self.step_seconds))
 
-    def raise_peak(self, name: str, value: int | None) -> None:
-        if value is not None:
-            self.peaks[name] = max(value, self.peaks.get(name, 0))
-
-    def note_cuda_peaks(self, device: torch.device, phase: str = "") -> None:
-        """Keep the allocator's peaks since the last call; phase="evaluation_" keeps those of evaluations apart."""
-        if devices.is_cuda(device):
-            allocated, reserved = devices.cuda_peaks(device)
-            self.raise_peak(f"{phase}peak_bytes", allocated)
-            self.raise_peak(f"{phase}reserved_bytes", reserved)
+    def note_peaks(self, peaks: Mapping[str, int | None], phase: str = "") -> None:
+        """Keep what is higher than before; phase="evaluation_" keeps the peaks of evaluations apart."""
+        known = {phase + name: value for name, value in peaks.items() if value is not None}
+        self.peaks |= {name: max(value, self.peaks.get(name, 0)) for name, value in known.items()}
 
     def sum_up(self, device: torch.device, warmup_steps: int) -> None:
         """Time and memory, if there was a step."""
@@ -79,7 +74,7 @@ class Result:
             step_p50=p50,
             step_p90=p90,
         )
-        self.raise_peak("resident_peak_bytes", devices.resident_peak())
+        self.note_peaks({"resident_peak_bytes": devices.resident_peak()})
         if "peak_bytes" in self.peaks:
             how = (
                 "CUDA allocator's peaks over all steps but the first of a process"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from macformer.harness import device as devices
-from macformer.harness.device import Precision
 from macformer.harness.evaluation import Indices, Outcomes, evaluate, observe
 from macformer.harness.failures import Diverged, OutOfMemory, Stop, Stopped, check_finite, explain_errors, load_weights
 from macformer.harness.progress import Screen, duration, mebibytes
@@ -54,7 +52,7 @@ class Trainer:
     pad: Literal["full", "trim"]  # to the task's length, as the base code does, or to the batch's: no output changes
     bucket: bool  # texts of like length come into one batch
     accumulate: PositiveInt = 1  # a batch is taken in so many parts: less memory, the same gradient
-    precision: Precision = "float32"  # bfloat16 and float16 are mixed ones; auto: float16 on CUDA, else float32
+    precision: devices.Precision = "float32"  # bfloat16 and float16 are mixed ones; auto: float16 on CUDA, else float32
     tf32: bool = False
     compile: bool = False
     checkpoint_every: PositiveInt = 200
@@ -122,7 +120,7 @@ class Trainer:
             feed = self._feed("train", map(self.order.indices, np.linspace(0, total - 1, count).astype(int).tolist()))
             while len(self.result.losses) < count and sum(self.result.step_seconds[1:]) < patience:
                 self._step(feed)
-            self.result.note_cuda_peaks(device)
+            self.result.note_peaks(devices.cuda_peaks(device))
             by_length = self.dev_indices[np.argsort(self.splits["dev"].lengths[self.dev_indices], kind="stable")]
             self._evaluate("dev", by_length[:: -(-len(by_length) // (4 * self.batch_size))])  # about four batches
         assert self.result.memory
@@ -158,6 +156,7 @@ class Trainer:
             self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
             self.rate = self.example_seconds = 0.0
             self.first_step = True  # of this process
+            self.how = self.batch_size, device, self.trim, self.precision  # to evaluate
             self.screen, self.clock = Screen(), devices.Clock(device, self.result.seconds)
             try:
                 yield
@@ -189,7 +188,7 @@ class Trainer:
                     self.screen.line(f"expected end: {end}, in {duration(left)}")
                 self.screen.live(self._status)
                 if step % self.checkpoint_every == 0 or self.evaluates_after(step):
-                    result.note_cuda_peaks(self.device)
+                    result.note_peaks(devices.cuda_peaks(self.device))
                     save(self._state())
         except Stopped:
             save(self._state())
@@ -237,10 +236,9 @@ class Trainer:
             self.screen.live(lambda: f"evaluating: {done:,} of {len(indices):,} examples")
 
         self.clock.book("pause")
-        data, size = self.splits[split], self.batch_size
-        outcomes = evaluate(self.model, data, indices, size, self.device, self.trim, self.precision, tick)
+        outcomes = evaluate(self.model, self.splits[split], indices, *self.how, tick)
         self.example_seconds = self.clock.book("evaluation") / len(indices)
-        self.result.note_cuda_peaks(self.device, "evaluation_")
+        self.result.note_peaks(devices.cuda_peaks(self.device), "evaluation_")
         return outcomes
 
     def _evaluate_dev(self) -> Point:
@@ -261,10 +259,9 @@ class Trainer:
             point.telemetry = observe(self.model, ids)
         result.history.append(point)
         if result.best() is point:
-            result.best_weights = {  # not on a GPU, whose memory is measured
-                name: value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-                for name, value in self.model.state_dict().items()
-            }
+            weights = self.model.state_dict().items()
+            on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in weights}
+            result.best_weights = copy.deepcopy(on_cpu)  # a GPU's memory is measured
         self.screen.line(self._status())
         for name, value in point.telemetry.items():
             self.screen.line(f"  {name} {value:.4g}")
@@ -307,12 +304,11 @@ class Trainer:
         before = copy.deepcopy(self.model.state_dict())  # running averages move with each pass
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         state = [*self.model.parameters(), *self.model.buffers(), *moments]
-        train = partial(self._gradient, *next(self._feed("train", [longest("train")])))
-        self.result.peaks["peak_bytes"] = devices.peak_bytes(self.device, state, train)
+        batch, dev, indices = next(self._feed("train", [longest("train")])), self.splits["dev"], longest("dev")
+        train = devices.peak_bytes(self.device, state, lambda: self._gradient(*batch))
         self.optimizer.zero_grad()
-        dev, size = self.splits["dev"], self.batch_size
-        test = partial(evaluate, self.model, dev, longest("dev"), size, self.device, self.trim, self.precision)
-        self.result.peaks["evaluation_peak_bytes"] = devices.peak_bytes(self.device, state, test)
+        test = devices.peak_bytes(self.device, state, lambda: evaluate(self.model, dev, indices, *self.how))
+        self.result.note_peaks({"peak_bytes": train, "evaluation_peak_bytes": test})
         self.model.load_state_dict(before)
 
     def _seconds_left(self) -> tuple[float, float]:
@@ -337,7 +333,7 @@ class Trainer:
     def _state(self) -> State:
         """All that a later process needs. The sampler's state is the number of steps."""
         result = self.result
-        result.raise_peak("resident_peak_bytes", devices.resident_peak())
+        result.note_peaks({"resident_peak_bytes": devices.resident_peak()})
         self.clock.book("pause")
         return {name: getattr(self, name).state_dict() for name in STATEFUL} | {
             "step": len(result.losses),
