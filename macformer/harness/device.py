@@ -52,10 +52,17 @@ def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         gc.collect()
         cuda.empty_cache()  # or what earlier runs of a sweep have reserved would count as this one's
-    else:
-        keep_freed(True)
-        if (free := free_bytes(device)) is not None:
-            _limit_memory(free)
+        return
+    keep_freed(True)
+    if (free := free_bytes(device)) is not None:
+        # Linux grants memory that is not there, and kills the process that uses it, the whole sweep with it. With this
+        # limit the allocation fails and the run ends as oom. Runs side by side do not know of each other: two that fit
+        # one by one may still be too much.
+        import resource  # is not there on Windows
+
+        most = 1024 * _number(Path("/proc/self/status"), "VmData") + free
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def keep_freed(keep: bool) -> None:
@@ -70,19 +77,6 @@ def keep_freed(keep: bool) -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         if not keep:
             libc.malloc_trim(0)
-
-
-def _limit_memory(free: int) -> None:
-    """Let an allocation fail that exceeds what is free, so that the run ends as oom and a sweep goes on.
-
-    Linux grants memory that is not there, and kills the process that uses it, the whole sweep with it. Runs side by
-    side do not know of each other: two that fit one by one may still be too much.
-    """
-    import resource  # is not there on Windows
-
-    most = 1024 * _number(Path("/proc/self/status"), "VmData") + free
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:

@@ -1,7 +1,4 @@
-"""How a run ends before its time: a signal, too little memory, a loss or weights that make no sense.
-
-A message is one sentence that says what to do about it.
-"""
+"""How a run can end early: signals, and errors whose message is one sentence that says what to do about it."""
 
 import math
 import signal

@@ -29,7 +29,6 @@ CLIP = 1.0  # gradients are clipped by value
 EPS = 1e-6  # of AdamW
 STATEFUL = ("model", "optimizer", "schedule", "scaler")  # parts of a training whose state goes into the checkpoint
 STEPS = 20  # after so many, the end of a run is estimated
-DRY_SECONDS = 60.0  # a dry run takes fewer steps if they take longer than this
 State = dict[str, Any]
 
 
@@ -108,7 +107,7 @@ class Trainer:
         return result
 
     def forecast(
-        self, model: nn.Module, task: Any, device: torch.device, seed: int, patience: float = DRY_SECONDS
+        self, model: nn.Module, task: Any, device: torch.device, seed: int, patience: float = 60.0
     ) -> Forecast:
         """What the whole run would cost, from a few steps of all its schedule and an evaluation of a few batches.
 
@@ -156,7 +155,7 @@ class Trainer:
             self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
             self.rate = self.example_seconds = 0.0
             self.first_step = True  # of this process
-            self.how = self.batch_size, device, self.trim, self.precision  # to evaluate
+            self.evaluation = self.batch_size, device, self.trim, self.precision  # what `evaluate` is told
             self.screen, self.clock = Screen(), devices.Clock(device, self.result.seconds)
             try:
                 yield
@@ -236,7 +235,7 @@ class Trainer:
             self.screen.live(lambda: f"evaluating: {done:,} of {len(indices):,} examples")
 
         self.clock.book("pause")
-        outcomes = evaluate(self.model, self.splits[split], indices, *self.how, tick)
+        outcomes = evaluate(self.model, self.splits[split], indices, *self.evaluation, tick)
         self.example_seconds = self.clock.book("evaluation") / len(indices)
         self.result.note_peaks(devices.cuda_peaks(self.device), "evaluation_")
         return outcomes
@@ -307,7 +306,7 @@ class Trainer:
         batch, dev, indices = next(self._feed("train", [longest("train")])), self.splits["dev"], longest("dev")
         train = devices.peak_bytes(self.device, state, lambda: self._gradient(*batch))
         self.optimizer.zero_grad()
-        test = devices.peak_bytes(self.device, state, lambda: evaluate(self.model, dev, indices, *self.how))
+        test = devices.peak_bytes(self.device, state, lambda: evaluate(self.model, dev, indices, *self.evaluation))
         self.result.note_peaks({"peak_bytes": train, "evaluation_peak_bytes": test})
         self.model.load_state_dict(before)
 

@@ -190,13 +190,10 @@ def test_batches_for_cuda_come_from_pinned_memory(pinned: list[Tensor]) -> None:
     assert {tensor.device.type for pair in fed for tensor in pair} == {"meta"}
 
 
-def test_a_whole_run_on_the_played_gpu(
-    cell: Compose, played: MagicMock, pinned: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU under the name of CUDA: peaks of training and evaluation apart, the first step forgotten, float16."""
     monkeypatch.setattr(devices, "choose", lambda name: CPU)
-    forward = torch.nn.Module.__call__
-    seen: list[int] = []
+    forward, seen = torch.nn.Module.__call__, []
 
     def allocating(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if type(model).__name__ == "Classifier":
@@ -250,9 +247,7 @@ def autocast_of_meta(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("paired", [False, True], ids=["single", "paired"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_leaves_the_device_of_its_input_at_no_time(
-    name: str, paired: bool, composed: Compose, autocast_of_meta: None
-) -> None:
+def test_a_step_stays_on_its_device(name: str, paired: bool, composed: Compose, autocast_of_meta: None) -> None:
     spec = TaskSpec(vocabulary=32, length=64, classes=10, paired=paired)
     model = configs.build(composed(f"model={name}"), "model", **asdict(spec)).to("meta")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

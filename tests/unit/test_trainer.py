@@ -75,9 +75,7 @@ def test_schedule_rises_and_falls_linearly(cell: Compose) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "lowest", "highest"), [("paper", 0.85, 0.95), ("clean", 0.9, 0.9)])
-def test_momentum_cycles_under_the_paper_protocol_alone(
-    cell: Compose, steps: list, protocol: str, lowest: float, highest: float
-) -> None:
+def test_momentum_cycles_under_paper(cell: Compose, steps: list, protocol: str, lowest: float, highest: float) -> None:
     fit(cell("listops", "rfa", f"protocol={protocol}"))
     betas = [group["betas"][0] for group, _ in steps]
     assert (min(betas), max(betas)) == pytest.approx((lowest, highest))
@@ -432,9 +430,9 @@ def test_a_request_to_stop_waits_and_a_late_second_one_does_not(monkeypatch: pyt
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_signal_too_late_for_its_run_stops_a_sweep(
-    cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_signal_stops_a_sweep(cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the run has nothing left to do."""
+
     def late(outcomes: np.ndarray) -> str:
         signal.raise_signal(signal.SIGTERM)
         return records.pack_bits(outcomes)
