@@ -324,7 +324,8 @@ class Trainer:
         parts = [f"step {len(result.losses):>6,}/{self.total_steps:,}", f"loss {result.recent_loss():.4f}"]
         if result.history:
             parts.append(f"dev accuracy {result.history[-1].dev_accuracy:6.2%}")
-        parts.append(f"{1 / result.mean_step():.3g} steps/s")
+        rate = 1 / result.mean_step()
+        parts.append(f"{rate:,.0f} steps/s" if rate >= 100 else f"{rate:.3g} steps/s")
         if peak := result.peaks.get("peak_bytes"):
             parts.append(mebibytes(peak))
         return "  ".join([*parts, f"{duration(sum(self._seconds_left()))} left"])
@@ -358,3 +359,5 @@ class Trainer:
         result.seconds.update(saved["seconds"])
         result.peaks, result.best_weights = saved["peaks"], saved["best_weights"]
         result.history = [Point(**point) for point in saved["history"]]
+        if result.history:
+            self.example_seconds = result.seconds["evaluation"] / len(result.history) / len(self.dev_indices)
