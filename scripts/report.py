@@ -22,13 +22,13 @@ def main() -> None:
     drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
     bench = cells.bench()
     lengths = figures.over_length(bench) if bench else None
-    made = {figure.name: figure for figure in [*chain(*drawn), *([lengths] if lengths else [])]}
-    for name, figure in made.items():
-        files.write(folder / "figures" / f"{name}.png", figure.png)
-        files.write(folder / "figures" / f"{name}.svg", figure.svg)
+    made = {figure.name: figure for figure in [*chain(*drawn), lengths] if figure}
     for file in (folder / "figures").glob("table2-*.*"):
         if file.suffix in (".png", ".svg") and file.stem not in made:  # of a table that is no longer there
             file.unlink()
+    for name, figure in made.items():
+        files.write(folder / "figures" / f"{name}.png", figure.png)
+        files.write(folder / "figures" / f"{name}.svg", figure.svg)
     files.write(folder / "report.html", page.render(tables, drawn, lengths, found, problems))
     print(f"written: {folder}/report.html, and {len(made)} figures as PNG and SVG in {folder}/figures")
 

@@ -33,23 +33,20 @@ def write_block(begin: str, end: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
-    settings = "for a sweep over settings: a row for each model and setting"
-    parser.add_argument("--settings", action="store_true", help=settings)
+    parser.add_argument("--settings", action="store_true", help="for a sweep over settings: a row for each of them")
     arguments = parser.parse_args()
-    folder: Path = arguments.folder
-    tables, found, problems = cells.read(folder)
+    folder, read = arguments.folder, cells.read(arguments.folder)
+    name, texts, home, block = "table2", table.formats(*read), cells.ROOT / "results", BLOCK
     if arguments.settings:
-        name, texts = "settings", {"md": table.settings(tables, found, problems)}
-    else:
-        name, texts = "table2", table.formats(tables, found, problems)
-    for ending, text in texts.items():
-        files.write(folder / "tables" / f"{name}.{ending}", text)
-    if folder.resolve() == cells.ROOT / "results" / ("ablations" if arguments.settings else ""):
-        write_block(*(SETTINGS if arguments.settings else BLOCK), texts["md"])
+        name, texts, home, block = "settings", {"md": table.settings(*read)}, home / "ablations", SETTINGS
+    written = [folder / "tables" / f"{name}.{ending}" for ending in texts]
+    for file, text in zip(written, texts.values(), strict=True):
+        files.write(file, text)
+    if folder.resolve() == home:
+        write_block(*block, texts["md"])
     print(texts["md"])
-    names = f"{name}.{{{','.join(texts)}}}" if len(texts) > 1 else f"{name}.md"
     again = f"python scripts/table.py {folder}{' --settings' * arguments.settings}"
-    print(f"written to {folder}/tables: {names}; after more runs: {again}")
+    print(f"written to {folder}/tables: {', '.join(file.name for file in written)}; after more runs: {again}")
 
 
 if __name__ == "__main__":

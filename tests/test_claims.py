@@ -126,7 +126,7 @@ def accuracies(task: str, sign: int = 1, half: float = 0.001) -> Finding:
         difference = sign * (paper[model] - paper["transformer"]) / 100
         versus = Comparison(difference, difference - half, difference + half, p=0.001)
         compared[model] = cells.Cell(model, model, versus=versus, supported=abs(difference) > half)
-    return experiments.accuracy_order(task, cells.Column(task, [], compared, {}, "", {}, None, [], [], []))
+    return experiments.accuracy_order(task, cells.Column(task, compared))
 
 
 def differ(examples: dict[str, int] = PAPER["test_examples"]) -> Finding:

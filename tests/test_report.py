@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
@@ -106,17 +107,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tags(HTMLParser):
-    """The tags of a page with their attributes; of each table, the texts of its rows."""
+    """The attributes of a page's tags; of each table, the texts of its rows."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.attributes: list[tuple[str, str]] = []
         self.tables: list[list[list[str]]] = []
         self.inside = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {key: value or "" for key, value in attributes}))
+        self.attributes += [(key, value or "") for key, value in attributes]
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
@@ -133,7 +134,7 @@ class Tags(HTMLParser):
             self.tables[-1][-1][-1] += data
 
     def values(self, key: str) -> list[str]:
-        return [attributes[key] for _, attributes in self.tags if key in attributes]
+        return [value for name, value in self.attributes if name == key]
 
 
 def read(folder: Path) -> str:
@@ -172,14 +173,11 @@ def test_every_record_is_listed_and_every_link_leads_somewhere(results: Path) ->
     assert shortened[1:5] == ["2", "0", "ok", "60.00"]
 
 
-def test_texts_from_records_are_escaped(results: Path) -> None:
-    assert "ended as oom: &lt;script&gt;alert(1)&lt;/script&gt; &amp; co." in read(results)
-    assert "<script" not in read(results)
-    assert "broken.json is not a run record" in read(results)
-
-
-def test_nothing_is_loaded_from_elsewhere(results: Path) -> None:
+def test_texts_from_records_are_escaped_and_nothing_is_loaded_from_elsewhere(results: Path) -> None:
     text = read(results)
+    assert "ended as oom: &lt;script&gt;alert(1)&lt;/script&gt; &amp; co." in text
+    assert "<script" not in text
+    assert "broken.json is not a run record" in text
     assert POLICY.search(text)
     sources = Tags(text).values("src")
     assert len(sources) == len(list((results / "figures").glob("table2-*.svg")))
@@ -194,14 +192,10 @@ def test_figures_say_what_they_show(results: Path) -> None:
     kept = {file.name for file in (results / "figures").iterdir() if file.read_bytes() == b"old"}
     assert kept == {"table2-9.txt", "mine.png"}  # figures of former tables go, other files stay
     names = {file.stem for file in (results / "figures").glob("*.*")} - {"table2-9", "mine"}
-    assert names == {
-        "table2-lengths",
-        *(f"table2-1-{kind}-{task}" for kind in ("curves", "bars") for task in ("text", "listops")),
-        "table2-1-bars-retrieval",
-        *(f"table2-2-{kind}" for kind in ("curves-retrieval", "bars-retrieval", "accuracy-time")),
-        *(f"table2-3-{kind}" for kind in ("curves-listops", "bars-listops", "accuracy-time")),
-        "table2-1-accuracy-time",
-    }
+    of_tables = {1: ("curves-text", "curves-listops", "bars-text", "bars-listops", "bars-retrieval", "accuracy-time")}
+    of_tables |= {2: ("curves-retrieval", "bars-retrieval", "accuracy-time")}
+    of_tables |= {3: ("curves-listops", "bars-listops", "accuracy-time")}
+    assert names == {"table2-lengths", *(f"table2-{n}-{kind}" for n, kinds in of_tables.items() for kind in kinds)}
     changed, stand_in = "(NOT the paper's protocol)", "(STAND-IN data, NOT the paper's protocol)"
     for kind, title in (("curves", "Learning curves on {}"), ("bars", "Time and memory on {}")):
         assert title.format("listops") in shows(results, f"table2-1-{kind}-listops")
@@ -215,47 +209,42 @@ def test_figures_say_what_they_show(results: Path) -> None:
     assert "rfa is slower at every length." in read(results)
 
 
-@pytest.fixture
-def pixels(monkeypatch: pytest.MonkeyPatch) -> Callable[[cells.Table], dict[str, bytes]]:
-    """pixels(table) -> the picture of each kind of figure, without the time that PNG and SVG take."""
+def test_figures_follow_the_numbers(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interval, a spread, a floor or a point of a curve that moves changes the picture that shows it."""
 
     def saved(name: str, figure: Figure, title: str, caption: str) -> figures.Drawn:
+        """The picture, without the time that PNG and SVG take."""
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         return figures.Drawn(name, title, caption, bytes(canvas.buffer_rgba()), b"")
 
+    def pixels() -> dict[str, bytes]:
+        return {figure.name.split("-")[2]: figure.png for figure in figures.draw(1, table)}
+
+    def followed(numbers: dict[str, Any], name: str, value: Any) -> set[str]:
+        """The kinds of figures that another value changes."""
+        old, numbers[name] = numbers[name], value
+        after, numbers[name] = pixels(), old
+        return {kind for kind in before if before[kind] != after[kind]}
+
     monkeypatch.setattr(figures, "saved", saved)
-    return lambda table: {figure.name.split("-")[2]: figure.png for figure in figures.draw(1, table)}
-
-
-def test_figures_follow_the_numbers(results: Path, pixels: Callable[[cells.Table], dict[str, bytes]]) -> None:
-    """An interval, a spread, a floor or a point of a curve that moves changes the picture that shows it."""
     (table, *_) = cells.tables(cells.load(results)[0], floors(), bench())
     (column,) = table.columns = [column for column in table.columns if column.task == "listops"]
-    cell, before = column.cells["rfa"], pixels(table)
-    assert cell.low
-    assert cell.time
-    assert cell.race
-
-    def changed() -> set[str]:
-        return {kind for kind, picture in pixels(table).items() if picture != before[kind]}
-
-    cell.low -= 0.01
-    assert changed() == {"accuracy"}
-    cell.low += 0.01
-    assert not changed()
-    spread, cell.time.spread = cell.time.spread, 0.3
-    assert changed() == {"bars", "accuracy"}
-    cell.time.spread, column.floors = spread, {"majority": 0.5}
-    assert changed() == {"accuracy"}
-    column.floors, column.dev_floors = FLOORS, {"majority": 0.5}
-    assert changed() == {"curves"}
-    column.dev_floors, cell.time = FLOORS, None  # without runs of the Transformer the point stands at the raced time
-    raced = pixels(table)["accuracy"]
-    cell.race.time = (cell.race.time + cell.race.high) / 2
-    assert pixels(table)["accuracy"] not in (raced, before["accuracy"])
-    cell.runs[0].history[5].dev_accuracy = 0.9
-    assert "curves" in changed()
+    cell = column.cells["rfa"]
+    before = pixels()
+    accuracy, time, raced = cell.ours["accuracy"], cell.ours["time"], cell.raced["time"]
+    assert followed(cell.ours, "accuracy", replace(accuracy, low=accuracy.low - 0.01)) == {"accuracy"}
+    assert followed(cell.ours, "accuracy", replace(accuracy)) == set()
+    assert followed(cell.ours, "time", replace(time, spread=0.3)) == {"accuracy"}
+    assert followed(cell.ours, "time", replace(time, high=1.3 * time.high)) == {"bars"}
+    assert followed(column.floors, "test_accuracy", {"majority": 0.5}) == {"accuracy"}
+    assert followed(column.floors, "dev_accuracy", {"majority": 0.5}) == {"curves"}
+    assert followed(vars(cell.runs[0].history[5]), "dev_accuracy", 0.9) == {"curves"}
+    slower = replace(raced, value=(raced.value + raced.high) / 2)
+    assert followed(cell.raced, "time", slower) == {"bars"}
+    del cell.ours["time"]  # without runs of the Transformer the point stands at the raced time
+    before = pixels()
+    assert followed(cell.raced, "time", slower) == {"bars", "accuracy"}
 
 
 def test_models_of_ones_own_have_colours_of_their_own() -> None:
@@ -319,8 +308,8 @@ def test_the_committed_page_is_the_one_that_the_records_give(monkeypatch: pytest
     tables = cells.tables(found, cells.floors(), race, papers=True)
     drawn = [figures.draw(number, each) for number, each in enumerate(tables, 1)]
     text = page.render(tables, drawn, figures.over_length(race), found, [])
-    bare = [re.sub(r"src=\"data:[^\"]+\"", "", each) for each in (read(ROOT / "results"), text)]
-    assert bare[0] == bare[1], "run `make report` and commit its results"
+    committed, made = (re.sub(r"src=\"data:[^\"]+\"", "", each) for each in (read(ROOT / "results"), text))
+    assert committed == made, "run `make report` and commit its results"
 
 
 Browse = Callable[..., tuple[str, list[str]]]

@@ -10,20 +10,20 @@ import math
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from macformer.harness import record as records
 from macformer.harness.record import Record
 from macformer.report import statistics
-from macformer.report.statistics import LEVEL, TWINS, Comparison, Noise, Outcomes
+from macformer.report.statistics import LEVEL, Comparison, Noise, Outcomes
 
 ROOT = Path(__file__).parent.parent.parent
 PAPER = json.loads((ROOT / "results" / "paper.json").read_text())
@@ -32,56 +32,47 @@ TASKS = tuple(PAPER["accuracy"])
 BASELINE = "transformer"
 MACHINE = ("device_name", "threads", "precision", "torch")
 SEEDS = (0, 1, 2)  # of configs/experiment/table2.yaml
-TRUNKS = ("plain", "identity", "identity, ppSBN")  # what `make bench` races beside models: layers without an attention
-Measured = dict[str, Any]  # an entry of results/floors.json: what trivial baselines reach on some data
+TRUNKS = ("plain", "identity", "identity, ppSBN")  # what `make bench` times beside models: layers without an attention
+COSTS = ("time", "memory")
+AS_TIMED = {"accumulate": 1, "compile": False, "tf32": False}  # of the trainer: what `make bench` times
+Floors = dict[str, Any]  # an entry of results/floors.json: what trivial baselines reach on some data
+NO_FLOORS: Floors = {"test_accuracy": {}, "test_examples": 0, "dev_accuracy": {}}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measure:
-    """A mean over seeds. Time and memory are relative to the Transformer's."""
+    """A number and the ends of its interval: of an accuracy 95%, of a cost its spread or the range of the rounds."""
 
     value: float
-    spread: float | None  # standard deviation; None with one seed
-    seeds: int
-
-
-@dataclass
-class Race:
-    """Of results/bench/models.json: ratios to the Transformer of steps on the same batches, in one process."""
-
-    time: float  # median of the rounds
     low: float
     high: float
-    rounds: int
-    memory: float
+    spread: float | None = None  # standard deviation over the seeds; None with one seed
+    n: int = 1  # seeds or rounds
+    beats_floor: bool | None = None  # is `low` above the best trivial baseline; None: that is not known
+
+    @classmethod
+    def over(cls, rounds: list[float]) -> Self:
+        """The median and the range."""
+        return cls(median(rounds), min(rounds), max(rounds), n=len(rounds))
+
+
+Measures = dict[str, Measure]  # time and memory relative to the Transformer's, accuracy as a share
 
 
 @dataclass
 class Cell:
-    """One row of one task. Accuracies are shares."""
+    """One row of one task."""
 
     row: str  # the model's name, with its changed keys
     model: str
     runs: list[Record] = field(default_factory=list)  # by seed
-    seconds: float | None = None  # means
-    peak_bytes: float | None = None
-    time: Measure | None = None
-    memory: Measure | None = None
-    accuracy: Measure | None = None
-    low: float | None = None  # of the accuracy's interval
-    high: float | None = None
-    beats_floor: bool | None = None  # the best trivial baseline; None: no accuracy
+    ours: Measures = field(default_factory=dict)
+    raced: Measures = field(default_factory=dict)  # by the interleaved benchmark of results/bench/models.json
+    paper: Measures = field(default_factory=dict)
+    gap: Measures = field(default_factory=dict)  # ours minus the paper's; none if the task is another one
     versus: Comparison | None = None  # the Transformer
     p_holm: float | None = None
     supported: bool = False  # may the difference be named: two seeds of both, a small p, more than the noise
-    race: Race | None = None
-    paper: dict[str, float] = field(default_factory=dict)  # measure -> the paper's value
-    comparable: bool = True  # with it: is the task the paper's?
-    paper_low: float | None = None  # of its accuracy's interval, by its test set alone
-    paper_high: float | None = None
-    paper_beats_floor: bool | None = None
-    gap_low: float | None = None  # of the gap in accuracy, by the noise of ours and by the paper's test set
-    gap_high: float | None = None
 
     @cached_property
     def outcomes(self) -> Outcomes:
@@ -92,10 +83,12 @@ class Cell:
         """By seed."""
         return dict(zip((run.seed for run in self.runs), self.outcomes.mean(1).tolist(), strict=True))
 
-    def gap(self, measure: str) -> float | None:
-        """Ours minus the paper's; none if the task is another one."""
-        ours = getattr(self, measure)
-        return ours.value - self.paper[measure] if ours and self.comparable and measure in self.paper else None
+    @property
+    def costs(self) -> dict[str, list[float]]:
+        """Training seconds and peak bytes of each run."""
+        seconds = [run.time.train_seconds for run in self.runs if run.time]
+        peaks = [float(run.memory.peak_bytes) for run in self.runs if run.memory]
+        return dict(zip(COSTS, (seconds, peaks), strict=True))
 
 
 @dataclass
@@ -103,19 +96,35 @@ class Column:
     """One task of a table."""
 
     task: str
-    conditions: list[str]  # what differs from the paper's protocol, as far as it is this task's
     cells: dict[str, Cell]  # by row
-    floors: dict[str, float]  # what trivial baselines reach on test; the majority class alone if nobody measured that
-    floors_of: str  # how many examples, and the standard error
-    dev_floors: dict[str, float]  # the same on dev, where curves are taken; empty if nobody measured that
-    noise: Noise | None
-    twins_differ: list[int]  # seeds at which exp and trigh, the same model, have different outcomes
-    fill: list[str]  # the commands that fill the empty cells, and those with fewer seeds than others
-    race_notes: list[str]  # what could not be raced, or not as it should
+    conditions: list[str] = field(default_factory=list)  # what differs from the paper's protocol for this task
+    floors: Floors = field(default_factory=NO_FLOORS.copy)
+    noise: Noise | None = None
+    race_notes: list[str] = field(default_factory=list)  # what the interleaved benchmark left out or scaled
 
     @property
     def runs(self) -> list[Record]:
         return [run for cell in self.cells.values() for run in cell.runs]
+
+    @property
+    def best_floor(self) -> str | None:
+        """The name of the best trivial baseline on test."""
+        reached = self.floors["test_accuracy"]
+        return max(reached, key=reached.__getitem__, default=None)
+
+    @property
+    def fill(self) -> list[str]:
+        """The commands that fill empty cells and lacking seeds, by what was typed for a run that is there."""
+        seeds, lacking = {run.seed for run in self.runs} or set(SEEDS), defaultdict(list)
+        for model in MODELS:
+            lacking[tuple(sorted(seeds - {run.seed for run in self.cells[model].runs}))].append(model)
+        typed = self.runs[0].differences.command if self.runs else []
+        words = "".join(f" {word if word.startswith('paths.') else shlex.quote(word)}" for word in typed)
+        return [
+            f"python train.py -m model={','.join(models)} task={self.task} seed={','.join(map(str, lacked))}{words}"
+            for lacked, models in sorted(lacking.items())
+            if lacked
+        ]
 
 
 @dataclass
@@ -143,17 +152,13 @@ def load(results: Path) -> tuple[list[Record], list[str]]:
     return found, problems
 
 
-def _committed(name: str) -> Any:
-    file = ROOT / "results" / name
-    return json.loads(file.read_text()) if file.exists() else None
-
-
-def floors() -> list[Measured]:
-    return (_committed("floors.json") or {"floors": []})["floors"]
+def floors() -> list[Floors]:
+    return json.loads((ROOT / "results" / "floors.json").read_text())["floors"]
 
 
 def bench() -> dict[str, Any] | None:
-    return _committed("bench/models.json")
+    file = ROOT / "results" / "bench" / "models.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def read(folder: Path) -> tuple[list[Table], list[Record], list[str]]:
@@ -165,7 +170,7 @@ def read(folder: Path) -> tuple[list[Table], list[Record], list[str]]:
 
 
 def tables(
-    found: Iterable[Record], floors: list[Measured], bench: dict[str, Any] | None, papers: bool = False
+    found: Iterable[Record], floors: list[Floors], bench: dict[str, Any] | None, papers: bool = False
 ) -> list[Table]:
     """The paper's protocol first: empty if nobody ran it and there are no other runs, or `papers` asks for it.
 
@@ -179,13 +184,13 @@ def tables(
             shared = tuple(run.differences.shared), machine(run)
             settings[shared, run.task, own(run), run.data.fingerprint].append(run)
     side_by_side: dict[Any, dict[str, list[Record]]] = defaultdict(dict)
-    for (shared, task, changed, _), runs in sorted(settings.items(), key=lambda item: item[0]):
+    for (shared, task, changed, _), runs in sorted(settings.items()):
         # What was typed, wherever the data were.
         typed = ([word for word in run.differences.command if not word.startswith("paths.")] for run in runs)
         words = tuple(min(map(sorted, typed))) if changed else ()
         keys = ((shared, bool(changed), words, place) for place in count())
         side_by_side[next(key for key in keys if task not in side_by_side[key])][task] = runs
-    made = [_table(columns, floors, bench) for _, columns in sorted(side_by_side.items(), key=lambda item: item[0])]
+    made = [_table(columns, floors, bench) for _, columns in sorted(side_by_side.items())]
     made.sort(key=lambda table: bool(table.conditions))  # the paper's protocol first, whatever the machine
     if not made or (papers and made[0].conditions):
         made.insert(0, _table({}, floors, bench))
@@ -210,156 +215,114 @@ def machine(record: Record) -> str:
     return f"{' and '.join(names)} ({threads}, {environment.precision}, torch {environment.torch})"
 
 
-def _table(by_task: dict[str, list[Record]], floors: list[Measured], bench: dict[str, Any] | None) -> Table:
+def _table(by_task: dict[str, list[Record]], floors: list[Floors], bench: dict[str, Any] | None) -> Table:
     """The runs of each task have the same conditions; the paper's tasks are there even without runs of them."""
     runs = [run for each in by_task.values() for run in each]
     changed = any(run.differences.shared or own(run) for run in runs)
     tasks = [task for task in TASKS if task in by_task or not changed] + sorted(by_task.keys() - set(TASKS))
     columns = [_column(task, by_task.get(task, []), floors, bench) for task in tasks]
     conditions = list(dict.fromkeys(condition for column in columns for condition in column.conditions))
-    table = Table(conditions, machine(runs[0]) if runs else None, None, columns)
+    race_machine = bench["environment"]["device_name"] if bench else None
+    table = Table(conditions, machine(runs[0]) if runs else None, race_machine, columns)
     compared = [(column, cell, cell.versus) for column, cell in table.cells if cell.versus]
     corrected = statistics.holm([versus.p for _, _, versus in compared])
     for (column, cell, versus), p in zip(compared, corrected, strict=True):
-        cell.p_holm = p
         seeds = min(len(cell.runs), len(column.cells[BASELINE].runs))
         beyond_noise = column.noise is not None and abs(versus.difference) > column.noise.floor
-        cell.supported = seeds >= 2 and p < LEVEL and beyond_noise
-    if bench and any(cell.race for _, cell in table.cells):
-        table.race_machine = bench["environment"]["device_name"]
+        cell.p_holm, cell.supported = p, seeds >= 2 and p < LEVEL and beyond_noise
     return table
 
 
-def _column(task: str, runs: list[Record], floors: list[Measured], bench: dict[str, Any] | None) -> Column:
+def _column(task: str, runs: list[Record], floors: list[Floors], bench: dict[str, Any] | None) -> Column:
     raced, race_notes = _race(task, runs, bench)
+    of_paper, of_runs = _floors(task, runs, floors)
     models = {name: name for name in (*MODELS, *raced)} | {row(run): run.model for run in runs}
-    cells, order = {}, [*MODELS, *sorted(set(models.values()) - set(MODELS))]  # a model before its changed rows
+    order = [*MODELS, *sorted(set(models.values()) - set(MODELS))]  # a model before its changed rows
+    # Two records of one seed differ in a key that this task does not read: the first counts.
+    by_seed = {(row(run), run.seed): run for run in reversed(runs)}
+    cells = {}
     for name, model in sorted(models.items(), key=lambda each: (order.index(each[1]), each[0] != each[1], each[0])):
-        # Two records of one seed differ in a key that this task does not read: the first counts.
-        by_seed = {run.seed: run for run in reversed(runs) if row(run) == name}
-        cells[name] = Cell(name, model, [by_seed[seed] for seed in sorted(by_seed)], race=raced.get(name))
-    of_paper = _measured(
-        task, floors, lambda each: each["protocol"] == "paper" and each.get("whole") and each["source"] != "stand-in"
-    )
-    measured = of_paper
+        of_row = [by_seed[key] for key in sorted(by_seed) if key[0] == name]
+        cells[name] = Cell(name, model, of_row, raced=raced.get(name, {}), paper=_paper(task, name, of_paper))
+    baseline, ran = cells[BASELINE], [cell for cell in cells.values() if cell.runs]
+    noise = statistics.noise({cell.row: cell.accuracies for cell in ran})
+    for cell in ran:
+        cell.ours = _ours(cell, baseline, of_runs)
+        cell.gap = {} if any(map(own, runs)) else _gap(cell)
+        if baseline.runs and cell is not baseline:
+            digest = hashlib.sha256(cell.outcomes.tobytes() + baseline.outcomes.tobytes()).digest()
+            cell.versus = statistics.compare(cell.outcomes, baseline.outcomes, noise, int.from_bytes(digest[:8]))
+    return Column(task, cells, [*runs[0].differences.shared, *own(runs[0])] if runs else [], of_runs, noise, race_notes)
+
+
+def _floors(task: str, runs: list[Record], floors: list[Floors]) -> tuple[Floors, Floors]:
+    """Those under the paper's protocol, and those of the runs' data, where at least the majority class is known."""
+    known = [each for each in floors if each["task"] == task and "test_accuracy" in each]  # older ones are of dev alone
+    known.sort(key=lambda each: -each["train_examples"])
+    of_paper = [e for e in known if e["protocol"] == "paper" and e.get("whole") and e["source"] != "stand-in"]
+    of_runs = of_paper
     if runs:
         data = runs[0].data
-        measured = _measured(task, floors, lambda each: each["fingerprint"] == data.fingerprint)
-        measured = measured or {"test_examples": data.examples["test"], "test_accuracy": {"majority": data.majority}}
-    baseline, reached = cells[BASELINE], measured.get("test_accuracy", {})
-    for cell in cells.values():
-        cell.comparable = not any(map(own, runs))
-        _measure(cell, task, baseline.runs, reached, of_paper.get("test_accuracy", {}))
-    ran = {name: cell for name, cell in cells.items() if cell.runs}
-    noise = statistics.noise({name: cell.accuracies for name, cell in ran.items()})
-    for cell in ran.values() if baseline.runs else ():
-        if cell is baseline:
-            continue
-        digest = hashlib.sha256(cell.outcomes.tobytes() + baseline.outcomes.tobytes()).digest()
-        cell.versus = statistics.compare(cell.outcomes, baseline.outcomes, noise, int.from_bytes(digest[:8]))
-    one, other = ({run.seed: run.quality and run.quality.correct for run in cells[twin].runs} for twin in TWINS)
-    return Column(
-        task=task,
-        conditions=[*runs[0].differences.shared, *own(runs[0])] if runs else [],
-        cells=cells,
-        floors=reached,
-        floors_of=_floors_of(measured) if reached else "",
-        dev_floors=measured.get("dev_accuracy", {}),
-        noise=noise,
-        twins_differ=[seed for seed, right in one.items() if right != other.get(seed, right)],
-        fill=_fill(task, cells, runs[0].differences.command if runs else []),
-        race_notes=race_notes,
-    )
+        majority = {"test_accuracy": {"majority": data.majority}, "test_examples": data.examples["test"]}
+        of_runs = [*(each for each in known if each["fingerprint"] == data.fingerprint), majority]
+    return NO_FLOORS | next(iter(of_paper), {}), NO_FLOORS | next(iter(of_runs), {})
 
 
-def _measure(
-    cell: Cell, task: str, baseline: list[Record], floors: dict[str, float], of_paper: dict[str, float]
-) -> None:
-    """What the paper and the runs of a cell say, and whether it is above the trivial baselines despite the noise."""
-    if cell.row in PAPER["accuracy"].get(task, {}):
-        cell.paper = {measure: PAPER[measure][task][cell.row] for measure in ("time", "memory")}
-        cell.paper["accuracy"] = theirs = PAPER["accuracy"][task][cell.row] / 100
-        examples = PAPER["test_examples"][task]
-        cell.paper_low, cell.paper_high = statistics.interval(np.arange(examples)[None] < round(theirs * examples))
-        cell.paper_beats_floor = cell.paper_low > max(of_paper.values()) if of_paper else None
-    if not cell.runs:
-        return
-    seconds, of_baseline = ([run.time.train_seconds for run in runs if run.time] for runs in (cell.runs, baseline))
-    cell.seconds, cell.time = mean(seconds), _ratio(seconds, of_baseline)
-    peaks, of_baseline = (
-        [float(run.memory.peak_bytes) for run in runs if run.memory] for runs in (cell.runs, baseline)
-    )
-    cell.peak_bytes, cell.memory = mean(peaks), _ratio(peaks, of_baseline)
-    each = list(cell.accuracies.values())
-    cell.accuracy = Measure(mean(each), stdev(each) if len(each) > 1 else None, len(each))
-    cell.low, cell.high = statistics.interval(cell.outcomes)
-    cell.beats_floor = cell.low > max(floors.values())
-    gap = cell.gap("accuracy")
-    if gap is not None and cell.paper_low is not None and cell.paper_high is not None:
-        ours = cell.accuracy.value  # Newcombe: as if of two test sets
-        cell.gap_low = gap - math.hypot(ours - cell.low, cell.paper_high - theirs)
-        cell.gap_high = gap + math.hypot(cell.high - ours, theirs - cell.paper_low)
+def _paper(task: str, row: str, floors: Floors) -> Measures:
+    """What the paper has for it; the accuracy's interval is by its test set alone."""
+    if row not in PAPER["accuracy"].get(task, {}):
+        return {}
+    share, examples = PAPER["accuracy"][task][row] / 100, PAPER["test_examples"][task]
+    accuracy = _accuracy([share], np.arange(examples)[None] < round(share * examples), floors)
+    return {cost: Measure.over([PAPER[cost][task][row]]) for cost in COSTS} | {"accuracy": accuracy}
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> Measure | None:
-    """The ratio of the means. Its spread: that of ours and that of theirs, relative, added as squares."""
-    if not theirs:
-        return None
-    ratio, spread = mean(ours) / mean(theirs), None
-    if min(len(ours), len(theirs)) > 1:
-        parts = [stdev(values) / mean(values) for values in ([ours] if ours == theirs else [ours, theirs])]
-        spread = ratio * math.hypot(*parts)
-    return Measure(ratio, spread, len(ours))
+def _ours(cell: Cell, baseline: Cell, floors: Floors) -> Measures:
+    """Costs are ratios of means over the seeds; there are none if the Transformer did not run."""
+    ours = {"accuracy": _accuracy(list(cell.accuracies.values()), cell.outcomes, floors)}
+    for cost, costs in cell.costs.items() if baseline.runs else ():
+        both = [costs] if cell is baseline else [costs, baseline.costs[cost]]
+        ratio, spread = mean(costs) / mean(baseline.costs[cost]), None
+        if min(map(len, both)) > 1:  # relative spreads, added as squares
+            spread = ratio * math.hypot(*(stdev(each) / mean(each) for each in both))
+        ours[cost] = Measure(ratio, ratio - (spread or 0), ratio + (spread or 0), spread, len(costs))
+    return ours
 
 
-def _measured(task: str, floors: list[Measured], fits: Callable[[Measured], Any]) -> Measured:
-    """Those of the most training examples; empty if there are none. Older ones were not measured on test."""
-    fitting = [each for each in floors if each["task"] == task and "test_accuracy" in each and fits(each)]
-    return max(fitting, key=lambda each: each["train_examples"], default={})
+def _accuracy(of_seeds: list[float], outcomes: Outcomes, floors: Floors) -> Measure:
+    (low, high), reached = statistics.interval(outcomes), floors["test_accuracy"].values()
+    spread = stdev(of_seeds) if len(of_seeds) > 1 else None
+    return Measure(mean(of_seeds), low, high, spread, len(of_seeds), low > max(reached) if reached else None)
 
 
-def _floors_of(measured: Measured) -> str:
-    """On how much they were measured, and how well."""
-    best, examples = max(measured["test_accuracy"].values()), measured["test_examples"]
-    error = 100 * (best * (1 - best) / examples) ** 0.5
-    return f"{examples:,} examples (standard error of the best: {error:.1f})"
+def _gap(cell: Cell) -> Measures:
+    """Newcombe's intervals, as if of two test sets."""
+    gap = {}
+    for name in cell.ours.keys() & cell.paper.keys():
+        ours, paper = cell.ours[name], cell.paper[name]
+        value = ours.value - paper.value
+        low = value - math.hypot(ours.value - ours.low, paper.high - paper.value)
+        gap[name] = Measure(value, low, value + math.hypot(ours.high - ours.value, paper.value - paper.low))
+    return gap
 
 
-def _race(task: str, runs: list[Record], bench: dict[str, Any] | None) -> tuple[dict[str, Race], list[str]]:
-    """By model, at the batches of these runs on their machine, without runs at the paper's; and what was not raced."""
-    if not bench:
-        return {}, []
-    wanted: tuple[Any, ...] = task, "full", False, PAPER["batch_size"].get(task)
-    if runs:
+def _race(task: str, runs: list[Record], bench: dict[str, Any] | None) -> tuple[dict[str, Measures], list[str]]:
+    """By model, at the batches of these runs on their machine, without runs at the paper's; and what was left out."""
+    wanted = {"task": task, "padding": "full", "bucket": False, "batch_size": PAPER["batch_size"].get(task)}
+    results = bench["results"] if bench else []
+    if runs and bench:
         first = runs[0]
-        wanted = task, first.padding, first.bucketing, first.batch_size
-        data, trainer = first.config["task"]["data"], first.config["trainer"]
-        changed = any(data.get(key) != value for key, value in PAPER["lengths"].get(task, {}).items())
-        elsewhere = any(bench["environment"][key] != getattr(first.environment, key) for key in MACHINE)
-        if changed or elsewhere or trainer.get("accumulate", 1) > 1 or trainer.get("compile") or trainer.get("tf32"):
-            return {}, []  # no race was run so
-    keys, races = ("task", "padding", "bucket", "batch_size"), {}
-    fitting = (result for result in bench["results"] if tuple(result[key] for key in keys) == wanted)
-    if not (result := next(fitting, None)):
+        wanted |= {"padding": first.padding, "bucket": first.bucketing, "batch_size": first.batch_size}
+        of_paper = PAPER["lengths"].get(task, {}).items() <= first.config["task"]["data"].items()
+        here = all(bench["environment"][key] == getattr(first.environment, key) for key in MACHINE)
+        as_timed = AS_TIMED.items() <= (AS_TIMED | first.config["trainer"]).items()
+        results = results if of_paper and here and as_timed else []
+    result = next((each for each in results if wanted.items() <= each.items()), None)
+    if not bench or not result:
         return {}, []
-    theirs = result["arms"].get(BASELINE)
-    for name in result["arms"].keys() - set(TRUNKS) if theirs else ():  # without the Transformer there are no ratios
-        ours = result["arms"][name]
-        ratios = [mine / its for mine, its in zip(ours["seconds"], theirs["seconds"], strict=True)]
-        memory = ours["peak_bytes"] / theirs["peak_bytes"]
-        races[name] = Race(median(ratios), min(ratios), max(ratios), len(ratios), memory)
-    return races, [line for line in bench["left_out"] if line.startswith(result["setting"])]
-
-
-def _fill(task: str, cells: dict[str, Cell], command: list[str]) -> list[str]:
-    """By what was typed for a run that is there: other models, and the seeds that they lack."""
-    seeds = {run.seed for cell in cells.values() for run in cell.runs} or set(SEEDS)
-    lacking: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for model in MODELS:
-        if lacked := seeds - {run.seed for run in cells[model].runs}:
-            lacking[tuple(sorted(lacked))].append(model)
-    words = " ".join(["", *(word if word.startswith("paths.") else shlex.quote(word) for word in command)])
-    return [
-        f"python train.py -m model={','.join(models)} task={task} seed={','.join(map(str, lacked))}{words}"
-        for lacked, models in sorted(lacking.items())
-    ]
+    arms, raced = result["arms"], {}
+    for model in arms.keys() - set(TRUNKS) if BASELINE in arms else ():  # without the Transformer there are no ratios
+        rounds = zip(arms[model]["seconds"], arms[BASELINE]["seconds"], strict=True)
+        memory = arms[model]["peak_bytes"] / arms[BASELINE]["peak_bytes"]
+        raced[model] = {"time": Measure.over([a / b for a, b in rounds]), "memory": Measure.over([memory])}
+    return raced, [line for line in bench["left_out"] if line.startswith(result["setting"])]

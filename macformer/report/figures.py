@@ -4,20 +4,21 @@ Needs matplotlib (the extra `figures`). The same records give the same bytes, on
 """
 
 import io
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
-from statistics import mean, median
+from itertools import count, cycle, product
+from statistics import mean
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
-from macformer.report.cells import MODELS, Cell, Column, Measure, Table
+from macformer.report.cells import COSTS, MODELS, Column, Measure, Table
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker besides: the same on every figure.
 COLOURS = ["#000000", "#E69F00", "#0072B2", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#555555", "#999999"]
@@ -26,32 +27,22 @@ MARKS = dict(zip((*MODELS, *SOFTMAX), zip(COLOURS, "os^vD<>ph", strict=True), st
 OTHERS = [("#8C6D31", "X"), ("#7B4173", "P"), ("#637939", "*"), ("#843C39", "d")]  # models of one's own, by name
 FLOOR_COLOUR, DASHES = "#666666", [(0, (1, 1.5)), (0, (2, 2)), (0, (5, 2)), (0, (7, 2, 1, 2))]
 VARIANTS = ["-", "--", ":", "-."]  # a model's rows: as it stands, then with changed keys
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "lines.markersize": 7,
-    "svg.fonttype": "path",  # glyphs are in the file
-}
+STYLE: dict[Any, Any] = {"font.size": 10, "axes.titlesize": 11, "legend.fontsize": 9, "lines.markersize": 7}
+STYLE |= {"axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
+STYLE |= {"grid.color": "#dddddd", "grid.linewidth": 0.6, "legend.frameon": False}
+STYLE |= {"svg.fonttype": "path"}  # glyphs are in the file
 THIN: dict[str, Any] = {"elinewidth": 1.1, "capsize": 2.5}
 # Kind of bar -> how the legend shows it, and what the caption says of it.
+GREY = "#555555"
 BARS = {
-    "ours": (
-        Patch(fc="#555555", label="ours (± standard deviation over the seeds)"),
-        "Ours: ratio of the means over the seeds.",
-    ),
-    "raced": (
-        Patch(fc="#55555555", ec="#555555", label="raced (median and range of the rounds)"),
-        "Raced: training steps in turn on the same batches, in one process; peak memory has no range.",
-    ),
-    "paper": (Patch(fc="white", ec="#555555", hatch="////", label="the paper's"), "The paper gives no spread."),
+    "ours": Patch(fc=GREY, label="ours (± standard deviation over the seeds)"),
+    "raced": Patch(fc=f"{GREY}55", ec=GREY, label="raced (median and range of the rounds)"),
+    "paper": Patch(fc="white", ec=GREY, hatch="////", label="the paper's"),
+}
+SAID_OF_BARS = {
+    "ours": "Ours: ratio of the means over the seeds.",
+    "raced": "Raced: training steps in turn on the same batches, in one process; peak memory has no range.",
+    "paper": "The paper gives no spread.",
 }
 Look = dict[str, Any]  # colour, marker and kind of line
 
@@ -73,7 +64,7 @@ def draw(number: int, table: Table) -> list[Drawn]:
     for column, rows in zip(table.columns, looks, strict=True):
         if column.runs:
             made.append(_curves(f"{name}-curves-{column.task}", column, rows, _warning(table, [column])))
-        if any(cell.paper or cell.time or cell.race for cell in column.cells.values()):
+        if any("time" in {**cell.paper, **cell.ours, **cell.raced} for cell in column.cells.values()):
             made.append(_bars(f"{name}-bars-{column.task}", column, rows, _warning(table, [column])))
     return [*made, _accuracy_over_time(f"{name}-accuracy-time", table, looks)]
 
@@ -89,11 +80,10 @@ def over_length(bench: dict[str, Any]) -> Drawn:
     models = dict.fromkeys(model for result in results for model in result["arms"])
     marks = _marks(models)
     for model in models:
-        points = {result["n"]: result["arms"][model]["seconds"] for result in results if model in result["arms"]}
-        middle = [median(seconds) for seconds in points.values()]
-        low, high = ([abs(median(each) - end(each)) for each in points.values()] for end in (min, max))
-        look = marks[model] | {"markersize": 5, "label": model}
-        handles.append(panel.errorbar(list(points), middle, [low, high], **THIN | look))
+        arms = {result["n"]: result["arms"][model] for result in results if model in result["arms"]}
+        steps, look = [Measure.over(arm["seconds"]) for arm in arms.values()], {"markersize": 5, "label": model}
+        middle, error = [step.value for step in steps], np.hstack([_error(step) for step in steps])
+        handles.append(panel.errorbar(list(arms), middle, error, **THIN | marks[model] | look))
     for crossing, dash in zip(crossings, cycle(DASHES), strict=False):
         if crossing["n"] is not None:
             colour = marks[crossing["model"]]["color"]
@@ -146,11 +136,10 @@ def _marks(models: Iterable[str]) -> dict[str, Look]:
 
 def _looks(column: Column, marks: dict[str, Look]) -> dict[str, Look]:
     """Of each row: those of one model differ in marker and kind of line."""
-    looks, rows = {}, Counter[str]()
+    looks, variants = {}, defaultdict[str, Iterator[int]](count)
     for row, cell in column.cells.items():
-        variant, rows[cell.model] = rows[cell.model], rows[cell.model] + 1
-        marker = {"marker": "PX*d"[variant % 4]} if variant else {}
-        looks[row] = marks[cell.model] | {"ls": VARIANTS[variant % 4]} | marker
+        variant = next(variants[cell.model]) % 4
+        looks[row] = marks[cell.model] | {"ls": VARIANTS[variant]} | ({"marker": "PX*d"[variant]} if variant else {})
     return looks
 
 
@@ -159,17 +148,14 @@ def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> 
     figure = Figure((10, 4.8), layout="constrained")
     panels = accuracies, losses = figure.subplots(1, 2)
     for row, cell in column.cells.items():
-        by_step = defaultdict(list)
-        for point in (point for run in cell.runs for point in run.history):
-            by_step[point.step].append((100 * point.dev_accuracy, point.train_loss))
-        for part, panel in enumerate(panels if by_step else ()):
-            values = [[point[part] for point in points] for points in by_step.values()]
-            label = None if part else f"{row} (n={len(cell.runs)})"
-            style = looks[row] | {"marker": None, "lw": 1.6, "label": label}
-            panel.plot(list(by_step), [mean(v) for v in values], **style)
-            low, high = [min(v) for v in values], [max(v) for v in values]
-            panel.fill_between(list(by_step), low, high, color=looks[row]["color"], alpha=0.15, lw=0)
-    for (floor, accuracy), dash in zip(column.dev_floors.items(), cycle(DASHES), strict=False):
+        for panel, label in ((accuracies, f"{row} (n={len(cell.runs)})"), (losses, None)) if cell.runs else ():
+            at = defaultdict(list)
+            for point in (point for run in cell.runs for point in run.history):
+                at[point.step].append(100 * point.dev_accuracy if panel is accuracies else point.train_loss)
+            low, middle, high = ([summary(values) for values in at.values()] for summary in (min, mean, max))
+            panel.plot(list(at), middle, **looks[row] | {"marker": None, "lw": 1.6, "label": label})
+            panel.fill_between(list(at), low, high, color=looks[row]["color"], alpha=0.15, lw=0)
+    for (floor, accuracy), dash in zip(column.floors["dev_accuracy"].items(), cycle(DASHES), strict=False):
         accuracies.axhline(100 * accuracy, color=FLOOR_COLOUR, ls=dash, lw=1.2, label=f"floor: {floor}")
     accuracies.set(title="dev accuracy, %", xlabel="step")
     losses.set(title="training loss", xlabel="step")
@@ -179,7 +165,7 @@ def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> 
         "Lines are means over the seeds (n of them), bands go from the lowest to the highest seed. The training "
         "loss is the mean since the evaluation before."
     )
-    if column.dev_floors:
+    if column.floors["dev_accuracy"]:
         caption += " Floors: what cheap predictors reach on the whole dev split, of which the curves may take a part."
     return _titled(name, figure, f"Learning curves on {column.task}{warning}", caption)
 
@@ -187,44 +173,31 @@ def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> 
 def _bars(name: str, column: Column, looks: dict[str, Look], warning: str) -> Drawn:
     """Ours, raced and the paper's, each only if any row has it."""
     cells = column.cells.values()
-    kinds = [kind for kind in BARS if any(_cost(cell, "time", kind) for cell in cells)]
+    kinds = [kind for kind in BARS if any("time" in getattr(cell, kind) for cell in cells)]
     figure = Figure((10, 1.6 + (0.14 + 0.2 * len(kinds)) * len(cells)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     height = 0.8 / len(kinds)
-    for panel, measure in zip(panels, ("time", "memory"), strict=True):
-        for line, cell in enumerate(cells):
-            colour = looks[cell.row]["color"]
-            faces = {"ours": (colour, None), "raced": (f"{colour}55", None), "paper": ("white", "////")}
-            for place, kind in enumerate(kinds):
-                if not (cost := _cost(cell, measure, kind)):
-                    continue
-                y, (face, hatch), (value, low, high) = line + (place + 0.5) * height - 0.4, faces[kind], cost
-                panel.barh(y, value, 0.9 * height, lw=0.8, fc=face, ec=colour, hatch=hatch)
-                if high > low:
-                    ends = [[value - low], [high - value]]
-                    panel.errorbar(value, y, xerr=ends, color="#333333", fmt="none", **THIN)
-                panel.annotate(f"{value:.2f}", (high, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    for panel, cost in zip(panels, COSTS, strict=True):
+        for (line, cell), (place, kind) in product(enumerate(cells), enumerate(kinds)):
+            if not (measure := getattr(cell, kind).get(cost)):
+                continue
+            y, colour = line + (place + 0.5) * height - 0.4, looks[cell.row]["color"]
+            face = {"ours": colour, "raced": f"{colour}55", "paper": "white"}[kind]
+            panel.barh(y, measure.value, 0.9 * height, lw=0.8, fc=face, ec=colour, hatch=BARS[kind].get_hatch())
+            if measure.high > measure.low:
+                panel.errorbar(measure.value, y, xerr=_error(measure), color="#333333", fmt="none", **THIN)
+            number = f"{measure.value:.2f}"
+            panel.annotate(number, (measure.high, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
         panel.axvline(1, color="black", lw=0.8, ls=":")
-        panel.set(title=f"{measure}, the Transformer's = 1")
+        panel.set(title=f"{cost}, the Transformer's = 1")
         panel.margins(x=0.12)
         panel.grid(visible=False, axis="y")
     panels[0].set_yticks(range(len(cells)), list(column.cells))
     panels[0].invert_yaxis()
     caption = "Training time and peak memory as multiples of the Transformer's; less is better."
-    caption = " ".join([caption, *(BARS[kind][1] for kind in kinds)])
-    handles = [BARS[kind][0] for kind in kinds]
+    caption = " ".join([caption, *(SAID_OF_BARS[kind] for kind in kinds)])
+    handles = [BARS[kind] for kind in kinds]
     return _titled(name, figure, f"Time and memory on {column.task}{warning}", caption, ncols=3, handles=handles)
-
-
-def _cost(cell: Cell, measure: str, kind: str) -> tuple[float, float, float] | None:
-    """A bar's value, and the ends of its error bar."""
-    if kind == "ours":
-        ours: Measure | None = getattr(cell, measure)
-        return (ours.value, ours.value - (ours.spread or 0), ours.value + (ours.spread or 0)) if ours else None
-    if kind == "raced" and measure == "time":
-        return (cell.race.time, cell.race.low, cell.race.high) if cell.race else None
-    value = cell.paper.get(measure) if kind == "paper" else getattr(cell.race, "memory", None)
-    return (value, value, value) if value is not None else None
 
 
 def _accuracy_over_time(name: str, table: Table, looks: list[dict[str, Look]]) -> Drawn:
@@ -235,23 +208,21 @@ def _accuracy_over_time(name: str, table: Table, looks: list[dict[str, Look]]) -
     for panel, column, rows in zip(panels, table.columns, looks, strict=True):
         for row, cell in column.cells.items():
             look = rows[row] | {"ls": ""}
-            if cell.paper:
-                shares = cell.paper["accuracy"], cell.paper_low, cell.paper_high
-                _point(panel, cell.paper["time"], None, shares, look | {"mfc": "white", "elinewidth": 0.6})
-            time = cell.time or (cell.race and Measure(cell.race.time, None, cell.race.rounds))
-            if cell.accuracy and time:
-                _point(panel, time.value, time.spread, (cell.accuracy.value, cell.low, cell.high), look)
-            if cell.paper or (cell.accuracy and time):
-                handles[row] = Line2D([], [], label=row, **look)
-        best = max(column.floors, key=lambda floor: column.floors[floor], default=None)
-        if best:
-            panel.axhline(100 * column.floors[best], color=FLOOR_COLOUR, ls="--", lw=1.2)
+            ours = {**cell.raced, **cell.ours}  # without the Transformer there is no time of ours
+            for measures, hollow in ((cell.paper, {"mfc": "white", "elinewidth": 0.6}), (ours, {})):
+                if measures.keys() >= {"time", "accuracy"}:
+                    time, accuracy = measures["time"], measures["accuracy"]
+                    at = time.value, 100 * accuracy.value, _error(accuracy, 100), time.spread
+                    panel.errorbar(*at, **THIN | look | hollow)
+                    handles[row] = Line2D([], [], label=row, **look)
+        if best := column.best_floor:
+            panel.axhline(100 * column.floors["test_accuracy"][best], color=FLOOR_COLOUR, ls="--", lw=1.2)
         heading = f"{column.task}\n{f'best floor: {best}' if best else 'no floor'}"
         panel.set(title=heading, xlabel="time, the Transformer's = 1")
         panel.margins(0.1)
     panels[0].set_ylabel("test accuracy, %")
-    hollow = Line2D([], [], color="#555555", marker="o", mfc="white", ls="", label="hollow: the paper's")
-    dashed = Line2D([], [], color=FLOOR_COLOUR, ls="--", lw=1.2, label="the best floor")
+    handles["paper"] = Line2D([], [], color=GREY, marker="o", mfc="white", ls="", label="hollow: the paper's")
+    handles["floor"] = Line2D([], [], color=FLOOR_COLOUR, ls="--", lw=1.2, label="the best floor")
     caption = (
         "Left and up is better. Ours are filled, with the 95% interval of the accuracy over seeds and test examples "
         "and the standard deviation of the time over seeds; where the Transformer did not run, their time is the raced "
@@ -259,9 +230,10 @@ def _accuracy_over_time(name: str, table: Table, looks: list[dict[str, Look]]) -
         "what the best cheap predictor reaches on test."
     )
     title = f"Accuracy versus time{_warning(table, table.columns)}"
-    return _titled(name, figure, title, caption, handles=[*handles.values(), hollow, dashed])
+    return _titled(name, figure, title, caption, handles=list(handles.values()))
 
 
-def _point(panel: Any, time: float, spread: float | None, shares: tuple[Any, Any, Any], look: Look) -> None:
-    value, low, high = (100 * share for share in shares)
-    panel.errorbar(time, value, [[value - low], [high - value]], spread, **THIN | look)
+def _error(measure: Measure, scale: int = 1) -> list[list[float]]:
+    """How far its error bar reaches to both sides."""
+    value, low, high = (scale * number for number in (measure.value, measure.low, measure.high))
+    return [[value - low], [high - value]]

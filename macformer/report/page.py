@@ -13,7 +13,7 @@ from macformer.report import table as texts
 from macformer.report.cells import Table
 from macformer.report.figures import Drawn
 
-MARKDOWN = re.compile(r"`(.+?)`|\*\*(.+?)\*\*|\*(.+?)\*")
+MARKDOWN = re.compile(r"`(.+?)`|\*\*(.+?)\*\*|\*(.+?)\*")  # what the table's texts have of it
 HTML = (r"<code>\1</code>", r"<strong>\2</strong>", r"<em>\3</em>")
 
 
@@ -21,26 +21,20 @@ def render(
     tables: list[Table], figures: list[list[Drawn]], lengths: Drawn | None, found: list[Record], problems: list[str]
 ) -> str:
     """`figures`: those of each table. The page stands beside runs/ and figures/. Texts from records are escaped."""
-    loader = PackageLoader("macformer.report", "")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.filters |= {"marked": _marked, "uri": _uri, "duration": duration, "mebibytes": mebibytes}
+    page = Environment(loader=PackageLoader("macformer.report", ""), autoescape=True, undefined=StrictUndefined)
+    page.trim_blocks = page.lstrip_blocks = True
+    page.filters |= {"marked": _marked, "uri": _uri, "duration": duration, "mebibytes": mebibytes}
     used = {run.run_id: number for number, table in enumerate(tables, 1) for c in table.columns for run in c.runs}
     ordered = sorted(found, key=lambda run: (run.task, run.model, run.run_id))
+    rows = [(run, records.path("", run.config, run.run_id).as_posix(), used.get(run.run_id)) for run in ordered]
     # The title without the conditions, which are a list of their own.
     headings = [texts.title(table).removesuffix(f": {'; '.join(table.conditions)}") for table in tables]
-    text = environment.get_template("page.html").render(
-        texts=texts,
-        tables=list(zip(headings, tables, figures, strict=True)),
-        lengths=lengths,
-        records=[(run, records.path("", run.config, run.run_id).as_posix(), used.get(run.run_id)) for run in ordered],
-        problems=problems,
-    )
-    return text + "\n"
+    shown = list(zip(headings, tables, figures, strict=True))
+    template = page.get_template("page.html")
+    return template.render(texts=texts, tables=shown, lengths=lengths, records=rows, problems=problems) + "\n"
 
 
 def _marked(text: str) -> Markup:
-    """The little Markdown that the table's texts have."""
     return Markup(MARKDOWN.sub(lambda match: match.expand(HTML[(match.lastindex or 1) - 1]), str(escape(text))))
 
 

@@ -15,25 +15,24 @@ Outcomes = NDArray[np.bool_]
 
 
 def interval(outcomes: Outcomes) -> tuple[float, float]:
-    """Of the mean accuracy. One seed: Wilson's, of the test set alone. More: seeds and examples, by Student's t.
-
-    Where neither varies (all wrong, all right, or two seeds with opposite constant answers) it is Wilson's, too.
+    """Of the mean accuracy. Several seeds: of seeds and examples, by Student's t. One: of the examples, Wilson's.
 
     The mean of S x N outcomes varies with the seeds, by s^2 / S (s^2: of the seeds' accuracies), and with the examples,
     by v / N (v: of the examples' shares of right seeds). What is left of both together is counted in each: the interval
-    is a little wide. Degrees of freedom by Welch and Satterthwaite.
+    is a little wide. Degrees of freedom by Welch and Satterthwaite. Where neither varies (all wrong, all right, or two
+    seeds with opposite constant answers) it is Wilson's, too.
     """
-    (S, N), accuracy = outcomes.shape, float(outcomes.mean())
+    (S, N), accuracy, scale = outcomes.shape, float(outcomes.mean()), 1.0
     of_seeds, of_examples = (outcomes.mean(1).var(ddof=1) / S, outcomes.mean(0).var(ddof=1) / N) if S > 1 else (0, 0)
     if variance := of_seeds + of_examples:
         degrees = variance**2 / (of_seeds**2 / (S - 1) + of_examples**2 / (N - 1))
-        half = float(special.stdtrit(degrees, 1 - LEVEL / 2) * variance**0.5)
-        low, high = accuracy - half, accuracy + half
+        centre, half = accuracy, float(special.stdtrit(degrees, 1 - LEVEL / 2) * variance**0.5)
     else:
         z = float(special.ndtri(1 - LEVEL / 2))
         centre, half = accuracy + z**2 / (2 * N), z * (accuracy * (1 - accuracy) / N + (z / (2 * N)) ** 2) ** 0.5
-        low, high = (centre - half) / (1 + z**2 / N), (centre + half) / (1 + z**2 / N)
-    return min(accuracy, max(0.0, low)), max(accuracy, min(1.0, high))  # rounding must not leave the accuracy outside
+        scale = 1 + z**2 / N
+    low, high = max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    return min(accuracy, low), max(accuracy, high)  # rounding must not leave the accuracy outside
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 class Noise:
     """How much two runs of one and the same model differ by their seeds alone, as a root mean square."""
 
-    floor: float  # the larger of the two below
+    floor: float  # the larger of `pooled` and `twins`
     pooled: float  # sqrt(2) times the seed spread, pooled over all models
     variance: float  # of that spread: of one run's accuracy
     degrees: int  # of freedom
@@ -96,13 +95,12 @@ def noise(accuracies: Mapping[str, Mapping[int, float]]) -> Noise | None:
     first, second = (accuracies.get(name, {}) for name in TWINS)
     groups = [seeds for name, seeds in accuracies.items() if name not in TWINS]
     groups.append({**second, **first})  # equal seeds are equal runs: they count once
-    degrees = sum(len(seeds) - 1 for seeds in groups if seeds)
-    squares = sum(float(np.var(list(seeds.values()))) * len(seeds) for seeds in groups if seeds)
+    of_models = [list(seeds.values()) for seeds in groups if seeds]
+    degrees, squares = sum(len(of) - 1 for of in of_models), sum(float(np.var(of)) * len(of) for of in of_models)
     if squares < 1e-12:  # zero, but for rounding
         return None
     variance = squares / degrees
     pooled = (2 * variance) ** 0.5
-    apart = [one - other for (i, one), (j, other) in product(first.items(), second.items()) if i != j]
+    apart = [abs(one - other) for (i, one), (j, other) in product(first.items(), second.items()) if i != j]
     twins = float(np.mean(np.square(apart)) ** 0.5) if apart else None
-    largest = max(map(abs, apart)) if apart else None
-    return Noise(max(pooled, twins or 0.0), pooled, variance, degrees, twins, largest, len(apart))
+    return Noise(max(pooled, twins or 0.0), pooled, variance, degrees, twins, max(apart, default=None), len(apart))
