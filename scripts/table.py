@@ -35,18 +35,20 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
     parser.add_argument("--settings", action="store_true", help="for a sweep over settings: a row for each of them")
     arguments = parser.parse_args()
-    folder, read = arguments.folder, cells.read(arguments.folder)
-    name, texts, home, block = "table2", table.formats(*read), cells.ROOT / "results", BLOCK
+    folder, read, home, block = arguments.folder, cells.read(arguments.folder), cells.ROOT / "results", BLOCK
     if arguments.settings:
-        name, texts, home, block = "settings", {"md": table.settings(*read)}, home / "ablations", SETTINGS
-    written = [folder / "tables" / f"{name}.{ending}" for ending in texts]
-    for file, text in zip(written, texts.values(), strict=True):
-        files.write(file, text)
+        home, block = home / "ablations", SETTINGS
+        text = table.settings(*read)
+        written = {"settings.md": text}
+    else:
+        text = table.markdown(*read)
+        written = {"table2.md": text, "table2.csv": table.to_csv(read[0])}
+    for name, content in written.items():
+        files.write(folder / "tables" / name, content)
     if folder.resolve() == home:
-        write_block(*block, texts["md"])
-    print(texts["md"])
+        write_block(*block, text)
     again = f"python scripts/table.py {folder}{' --settings' * arguments.settings}"
-    print(f"written to {folder}/tables: {', '.join(file.name for file in written)}; after more runs: {again}")
+    print(f"{text}\nwritten to {folder}/tables: {', '.join(written)}; after more runs: {again}")
 
 
 if __name__ == "__main__":

@@ -295,7 +295,7 @@ def test_a_missing_package_is_one_sentence(package: str, monkeypatch: pytest.Mon
 def test_table_and_report_need_neither_torch_nor_hydra() -> None:
     code = (
         "import sys; from macformer.report import cells, figures, page, table; "
-        "table.formats(cells.tables([], [], None), [], []); "
+        "table.markdown(cells.tables([], [], None), [], []); "
         "assert not {'torch', 'hydra', 'omegaconf', 'lra_data', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

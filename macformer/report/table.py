@@ -1,11 +1,9 @@
-"""Table 2 as Markdown, LaTeX and CSV: ours beside the paper's, and in two sentences what it supports."""
+"""Table 2 as Markdown and CSV: ours beside the paper's, and in two sentences what it supports."""
 
 import csv
 import io
-import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import fields
 from statistics import mean
 from types import SimpleNamespace
@@ -17,9 +15,6 @@ from macformer.report.cells import BASELINE, COSTS, SEEDS, TASKS, Cell, Column, 
 from macformer.report.statistics import TWINS, Comparison
 
 DAGGER = "†"
-TEX = {ord(character): f"\\{character}" for character in "&%#_{}$"}
-TEX |= {ord("\\"): r"\textbackslash{}", ord("~"): r"\textasciitilde{}", ord("^"): r"\textasciicircum{}"}
-TEX |= {ord("±"): r"$\pm$", ord(DAGGER): r"\dag{}", ord("`"): "'", ord("<"): "$<$", ord(">"): "$>$"}
 LEGEND = (
     "Time (of all training steps, without evaluation, in separate runs: no race) and peak memory of training are means "
     "over the seeds, relative to the Transformer's; accuracy is in percent, ± its standard deviation over n seeds. "
@@ -35,13 +30,7 @@ LEGEND_OF_SETTINGS = (
     "interval considered. Time is that of all training steps, in separate runs: no race."
 )
 SETTINGS = ["model", "besides", "data", "test accuracy", "95% interval", "best floor", "best dev accuracy", "time"]
-WIDE = ("time, raced", "memory, raced", "minus transformer (95%)")  # LaTeX has no room for them
 Lines = list[list[str]]  # the rows of a table, the first with its headers
-
-
-def formats(tables: list[Table], found: list[Record], problems: list[str]) -> dict[str, str]:
-    """The text of each file, by its ending."""
-    return {"md": markdown(tables, found, problems), "tex": "\n".join(map(_latex, tables)), "csv": _csv(tables)}
 
 
 def markdown(tables: list[Table], found: list[Record], problems: list[str]) -> str:
@@ -130,17 +119,18 @@ def verdict(table: Table) -> list[str]:
         why = f" ({sum(single)} of them with one seed, which supports none)" if any(single) else ""
         open_questions = [f"the difference from the Transformer in {which}{why}"]
     elif not differences:
-        nobody = "there are no runs of the Transformer and another model to compare"
-        open_questions = [f"any difference of ours, as {nobody}"]
+        open_questions = [
+            "any difference of ours, as there are no runs of the Transformer and another model to compare"
+        ]
     for whose, kind in (("our", "ours"), ("the paper's", "paper")):
-        low = []
+        marked = []
         for column in table.columns:
-            accuracies = (getattr(cell, kind).get("accuracy") for cell in column.cells.values())
-            beats = [accuracy.beats_floor for accuracy in accuracies if accuracy and accuracy.beats_floor is not None]
-            low += [f"{beats.count(False)} of {len(beats)} on {column.task}"] * (False in beats)
-        if low:
-            tasks = ", ".join(low)
-            open_questions.append(f"that {whose} accuracies marked {DAGGER} take more than a cheap predictor ({tasks})")
+            accuracies = [getattr(cell, kind).get("accuracy") for cell in column.cells.values()]
+            beats = [accuracy.beats_floor for accuracy in accuracies if accuracy]
+            if low := beats.count(False):
+                marked.append(f"{low} of {len(beats)} on {column.task}")
+        cheap = f"that {whose} accuracies marked {DAGGER} take more than a cheap predictor"
+        open_questions += [f"{cheap} ({', '.join(marked)})"] * bool(marked)
     nothing = "nothing on accuracy, neither a difference from the Transformer nor that there is none"
     return [
         f"**Supported:** {'; '.join(differences) or nothing}.",
@@ -148,11 +138,11 @@ def verdict(table: Table) -> list[str]:
     ]
 
 
-def lines(column: Column, without: Sequence[str] = ()) -> Lines:
+def lines(column: Column) -> Lines:
     """A task as text: a row for each model and each floor."""
     raced = any(cell.raced for cell in column.cells.values())
     rows = {row: _texts(cell) for row, cell in column.cells.items()}
-    headers = [h for h in rows[BASELINE] if h not in without and (raced or not h.endswith("raced"))]
+    headers = [header for header in rows[BASELINE] if raced or not header.endswith("raced")]
     texts = [[row, *(shown[header] or "-" for header in headers)] for row, shown in rows.items()]
     for name, share in column.floors["test_accuracy"].items():
         texts.append([f"floor: {name}", *(f"{100 * share:.2f}" * (header == "accuracy") for header in headers)])
@@ -179,12 +169,12 @@ def _texts(cell: Cell) -> dict[str, str]:
 
 
 def _show(form: str, numbers: Measure | Comparison | None, scale: int = 1) -> str:
-    values = vars(numbers).items() if numbers else ()
-    return form.format(**{name: scale * value for name, value in values if isinstance(value, float)}) if values else ""
+    scaled = {name: scale * value for name, value in vars(numbers).items() if value is not None} if numbers else {}
+    return form.format(**scaled) if scaled else ""
 
 
 def _mean(measure: Measure | None, scale: int = 1, digits: int = 3) -> str:
-    spread = "" if measure is None or measure.spread is None else f" ± {{spread:.{digits}f}}"
+    spread = f" ± {{spread:.{digits}f}}" if measure and measure.spread is not None else ""
     return _show(f"{{value:.{digits}f}}{spread}", measure, scale)
 
 
@@ -200,7 +190,7 @@ def _dagger(measure: Measure | None) -> str:
 
 def notes(table: Table) -> list[str]:
     """What one must know to read the table, a line each."""
-    told = _facts(table)
+    told = [f"{column.task}: {fact}" for column in table.columns for fact in _about(column)]
     if rounds := [cell.raced["time"].n for _, cell in table.cells if cell.raced]:
         told.append(
             f"raced: training steps of all models in turn on the same batches in one process, on {table.race_machine}; "
@@ -215,11 +205,6 @@ def notes(table: Table) -> list[str]:
             f"`python train.py -m model={models} task={tasks} seed={seeds}`."
         )
     return [*told, *(f"to fill the empty cells of {c.task}: `{command}`" for c in table.columns for command in c.fill)]
-
-
-def _facts(table: Table) -> list[str]:
-    """Of each task."""
-    return [f"{column.task}: {fact}" for column in table.columns for fact in _about(column)]
 
 
 def _about(column: Column) -> list[str]:
@@ -287,31 +272,7 @@ def _about_noise(column: Column) -> list[str]:
     return told
 
 
-def _latex(table: Table) -> str:
-    """A table environment for booktabs: the tasks one below the other, as in Markdown, with fewer columns."""
-    tasks = [[" & ".join(map(tex, row)) + r" \\" for row in lines(column, without=WIDE)] for column in table.columns]
-    texts = [
-        "% made by `make table`; needs \\usepackage{booktabs}",
-        r"\begin{table}",
-        r"\centering\scriptsize\setlength{\tabcolsep}{3pt}",
-        rf"\begin{{tabular}}{{l{'r' * tasks[0][0].count('&')}}}",
-        r"\toprule",
-        "\n\\midrule\n".join("\n".join([rf"{header} \midrule", *rows]) for header, *rows in tasks),
-        r"\bottomrule",
-        r"\end{tabular}",
-        rf"\caption{{{tex(' '.join([f'{title(table)}.', *verdict(table), LEGEND, *_facts(table)]))}}}",
-        r"\end{table}",
-    ]
-    return "\n".join(texts) + "\n"
-
-
-def tex(text: str) -> str:
-    """Markdown's marks and TeX's own characters, as TeX."""
-    bold = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text.translate(TEX))
-    return re.sub(r"\*(.+?)\*", r"\\textit{\1}", bold)
-
-
-def _csv(tables: list[Table]) -> str:
+def to_csv(tables: list[Table]) -> str:
     """A line for each cell and each floor, for further use; accuracies as shares."""
     rows: list[dict[str, Any]] = []
     nothing: Any = SimpleNamespace(**dict.fromkeys(part.name for part in fields(Measure)))

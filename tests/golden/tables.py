@@ -57,5 +57,5 @@ def _record(words: str, accuracy: float, **given: Any) -> records.Record:
 def golden_tables() -> dict[str, str]:
     """By the file's name."""
     found, problems = fixture_records(), ["runs/broken.json is not a run record of schema 3: Invalid JSON"]
-    made = table.formats(cells.tables(found, FLOORS, BENCH), found, problems)
-    return {f"table2.{ending}": text for ending, text in made.items()}
+    made = cells.tables(found, FLOORS, BENCH)
+    return {"table2.md": table.markdown(made, found, problems), "table2.csv": table.to_csv(made)}

@@ -25,10 +25,6 @@ def render(found: list[Record], floors: Any = (), bench: Any = None, problems: A
     return table.markdown(cells.tables(found, list(floors), bench), found, list(problems))
 
 
-def formats(found: list[Record], floors: Any = FLOORS, bench: Any = BENCH) -> dict[str, str]:
-    return table.formats(cells.tables(found, floors, bench), found, [])
-
-
 def row(text: str, name: str, task: str = "listops") -> list[str]:
     """The cells of a row in the first table of a task."""
     (block,) = re.findall(rf"^\| {task} .+\n(?:\|.+\n?)+", text, re.MULTILINE)[:1]
@@ -119,7 +115,7 @@ def test_models_and_tasks_of_ones_own_need_no_list() -> None:
     assert row(text, "mine", "toy")[:5] == ["1.000 ± 0.000", "-", "1.000 ± 0.000", "-", "**50.00 ± 0.00 (n=2)**"]
     assert row(text, "transformer", "toy")[ACCURACY].endswith("(n=2) †")
     assert row(text, "floor: majority", "toy")[ACCURACY] == "17.00"
-    assert ",toy,mine,mine,0 1," in formats(found)["csv"]
+    assert ",toy,mine,mine,0 1," in table.to_csv([made])
 
 
 def test_a_gap_is_told_where_the_task_is_the_papers_and_named_beyond_the_noise_of_both_test_sets() -> None:
@@ -498,15 +494,9 @@ def test_bad_files_are_named_and_left_out_and_the_rest_comes(tmp_path: Path) -> 
 
 def test_the_order_of_the_records_does_not_matter() -> None:
     runs = [make("rfa"), make("transformer"), make("rfa trainer=cpu"), make("macformer_exp seed=1")]
-    assert formats(runs) == formats(runs[::-1])
-
-
-def test_tex_has_its_special_characters_escaped() -> None:
-    text = formats([make("rfa model.attention.features=64")], bench=None)["tex"]
-    assert text.count(r"\begin{") == text.count(r"\end{") == 2
-    assert not re.search(r"(?<!\\)[%_#$~^](?!\\pm)", text.partition("\n")[2].replace(r"$\pm$", ""))
-    assert {line.count("&") for line in text.splitlines() if r"\\" in line} == {8}
-    assert table.tex("50% **a_b** {x} $y *z* \\") == r"50\% \textbf{a\_b} \{x\} \$y \textit{z} \textbackslash{}"
+    one, other = (cells.tables(each, FLOORS, BENCH) for each in (runs, runs[::-1]))
+    assert table.to_csv(one) == table.to_csv(other)
+    assert table.markdown(one, runs, []) == table.markdown(other, runs, [])
 
 
 def committed_records(folder: str = "results") -> list[Record]:
@@ -519,7 +509,8 @@ def committed_records(folder: str = "results") -> list[Record]:
 def test_the_committed_tables_are_those_that_the_records_give(folder: str, name: str) -> None:
     found = committed_records(f"results/{folder}".rstrip("/"))
     made = cells.tables(found, cells.floors(), cells.bench(), papers=not folder)
-    texts = {"md": table.settings(made, found, [])} if folder else table.formats(made, found, [])
-    files = {file.suffix[1:]: file.read_text() for file in (ROOT / "results" / folder / "tables").iterdir()}
+    shown = table.settings(made, found, []) if folder else table.markdown(made, found, [])
+    texts = {f"{name}.md": shown} | ({} if folder else {f"{name}.csv": table.to_csv(made)})
+    files = {file.name: file.read_text() for file in (ROOT / "results" / folder / "tables").iterdir()}
     assert files == texts, "run `make table` and commit what it writes"
-    assert texts["md"] in (ROOT / "README.md").read_text(), "run `make table`: it writes the table into the README"
+    assert shown in (ROOT / "README.md").read_text(), "run `make table`: it writes the table into the README"
