@@ -10,7 +10,7 @@ from pathlib import Path
 from macformer.harness import files
 from macformer.report import cells, table
 
-README = cells.ROOT / "README.md"
+README, RESULTS = cells.ROOT / "README.md", cells.ROOT / "results"
 BLOCK = "<!-- written by `make table` -->", "<!-- until here -->"
 SETTINGS = "<!-- written by `make table`: settings -->", "<!-- until here: settings -->"
 
@@ -35,20 +35,17 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("results"), help="default: results")
     parser.add_argument("--settings", action="store_true", help="for a sweep over settings: a row for each of them")
     arguments = parser.parse_args()
-    folder, read, home, block = arguments.folder, cells.read(arguments.folder), cells.ROOT / "results", BLOCK
+    folder, read = arguments.folder, cells.read(arguments.folder)
+    texts, home, block = {"table2.md": table.markdown(*read), "table2.csv": table.to_csv(read[0])}, RESULTS, BLOCK
     if arguments.settings:
-        home, block = home / "ablations", SETTINGS
-        text = table.settings(*read)
-        written = {"settings.md": text}
-    else:
-        text = table.markdown(*read)
-        written = {"table2.md": text, "table2.csv": table.to_csv(read[0])}
-    for name, content in written.items():
-        files.write(folder / "tables" / name, content)
+        texts, home, block = {"settings.md": table.settings(*read)}, RESULTS / "ablations", SETTINGS
+    shown, *_ = texts.values()
+    for name, text in texts.items():
+        files.write(folder / "tables" / name, text)
     if folder.resolve() == home:
-        write_block(*block, text)
+        write_block(*block, shown)
     again = f"python scripts/table.py {folder}{' --settings' * arguments.settings}"
-    print(f"{text}\nwritten to {folder}/tables: {', '.join(written)}; after more runs: {again}")
+    print(f"{shown}\nwritten to {folder}/tables: {', '.join(texts)}; after more runs: {again}")
 
 
 if __name__ == "__main__":

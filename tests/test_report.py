@@ -36,15 +36,15 @@ SCRIPT = "<script>alert(1)</script>"
 # Rows that are better, worse, and no better than a floor.
 ACCURACY = {"transformer": 0.42, "rfa": 0.46, "macformer_exp": 0.43, "macformer_inv": 0.37, "macformer_sqrt": 0.31}
 FLOORS = {"majority": 0.17, "length": 0.175, "root operator": 0.3}
+NUMBERS = r"\.\d\d ± 0\.\d\d \(n=3\)"
 RACED = ("transformer", "transformer_sdpa", "rfa", "macformer_exp")
 POLICY = re.compile(r"<meta http-equiv=\"Content-Security-Policy\".*?>")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def floors() -> list[dict[str, Any]]:
-    return [
-        golden.FLOORS[0] | {"task": t, "dev_accuracy": FLOORS, "test_accuracy": FLOORS} for t in ("listops", "text")
-    ]
+    of_any = golden.FLOORS[0] | {"dev_accuracy": FLOORS, "test_accuracy": FLOORS}
+    return [of_any | {"task": task} for task in ("listops", "text")]
 
 
 def bench() -> dict[str, Any]:
@@ -56,10 +56,9 @@ def bench() -> dict[str, Any]:
         return {name: {"seconds": rounds[name], "peak_bytes": int(1e8 * s)} for name, s in seconds.items()}
 
     crossing = {"model": "macformer_exp", "baseline": "transformer_sdpa", "n": 256.0, "low": 200.0, "high": 300.0}
-    crossings = [crossing | {"says": "Even at 256."}]
-    crossings += [dict.fromkeys(crossing) | {"model": "rfa", "says": "rfa is slower at every length."}]
+    none = dict.fromkeys(crossing) | {"model": "rfa", "says": "rfa is slower at every length."}
     results = [{"n": 2**i, "arms": arms(2**i / 512)} for i in range(6, 13)]
-    lengths = {"tokens": 8192, "results": results, "break_even": crossings}
+    lengths = {"tokens": 8192, "results": results, "break_even": [crossing | {"says": "Even at 256."}, none]}
     return golden.BENCH | {"results": [golden.BENCH["results"][0] | {"arms": arms(2.0)}], "lengths": lengths}
 
 
@@ -148,15 +147,15 @@ def shows(folder: Path, name: str) -> set[str]:
 
 
 def test_every_task_is_a_table_with_its_marks_and_floors(results: Path) -> None:
-    text, listops, other, stand_in, shortened, _ = Tags(read(results)).tables
-    assert [row[0] for row in text] == ["model", *cells.MODELS, *(f"floor: {floor}" for floor in FLOORS)]
-    assert {"rfa (attention.features=64)", "transformer_sdpa"} <= {row[0] for row in listops}
+    text, listops, other, stand_in, shortened, _ = ([row[0] for row in table] for table in Tags(read(results)).tables)
+    assert text == ["model", *cells.MODELS, *(f"floor: {floor}" for floor in FLOORS)]
+    assert {"rfa (attention.features=64)", "transformer_sdpa"} <= set(listops)
     assert len(other) == 1 + len(cells.MODELS)
-    assert [row[0] for row in stand_in][-1] == [row[0] for row in shortened][-1].replace("root operator", "majority")
+    assert (stand_in[-1], shortened[-1]) == ("floor: majority", "floor: root operator")
     found = read(results)
-    assert re.search(r"<td><strong>46\.\d\d ± 0\.\d\d \(n=3\)</strong></td>", found)
-    assert re.search(r"<td><em>37\.\d\d ± 0\.\d\d \(n=3\)</em></td>", found)
-    assert re.search(r'<td class="dagger"><em>31\.\d\d ± 0\.\d\d \(n=3\)</em> †</td>', found)
+    assert re.search(rf"<td><strong>46{NUMBERS}</strong></td>", found)
+    assert re.search(rf"<td><em>37{NUMBERS}</em></td>", found)
+    assert re.search(rf'<td class="dagger"><em>31{NUMBERS}</em> †</td>', found)
     assert "retrieval on STAND-IN data" in found
     assert "trainer steps = 2000 (paper: 10000)" in found
 
@@ -256,8 +255,11 @@ def test_models_of_ones_own_have_colours_of_their_own() -> None:
 def test_the_same_records_give_the_same_bytes(results: Path) -> None:
     tables = cells.tables(cells.load(results)[0], floors(), bench())
     for figure in (*figures.draw(3, tables[2]), figures.over_length(bench())):
-        for ending, content in (("png", figure.png), ("svg", figure.svg)):
-            assert (results / "figures" / f"{figure.name}.{ending}").read_bytes() == content, figure.name
+        file = results / "figures" / figure.name
+        assert (file.with_suffix(".png").read_bytes(), file.with_suffix(".svg").read_bytes()) == (
+            figure.png,
+            figure.svg,
+        )
 
 
 def test_without_runs_there_are_the_papers_values_the_race_and_the_commands(empty: Path) -> None:

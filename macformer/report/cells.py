@@ -37,6 +37,8 @@ COSTS = ("time", "memory")
 AS_TIMED = {"accumulate": 1, "compile": False, "tf32": False}  # of the trainer: what `make bench` times
 Floors = dict[str, Any]  # an entry of results/floors.json: what trivial baselines reach on some data
 NO_FLOORS: Floors = {"test_accuracy": {}, "test_examples": 0, "dev_accuracy": {}}
+Bench = dict[str, Any]  # results/bench/models.json: models timed in turn on the same batches
+NO_BENCH: Bench = {"results": [], "left_out": [], "environment": dict.fromkeys(MACHINE)}
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def floors() -> list[Floors]:
     return json.loads((ROOT / "results" / "floors.json").read_text())["floors"]
 
 
-def bench() -> dict[str, Any] | None:
+def bench() -> Bench | None:
     file = ROOT / "results" / "bench" / "models.json"
     return json.loads(file.read_text()) if file.exists() else None
 
@@ -169,15 +171,14 @@ def read(folder: Path) -> tuple[list[Table], list[Record], list[str]]:
     return tables(found, floors(), bench(), papers=folder.resolve() == ROOT / "results"), found, problems
 
 
-def tables(
-    found: Iterable[Record], floors: list[Floors], bench: dict[str, Any] | None, papers: bool = False
-) -> list[Table]:
+def tables(found: Iterable[Record], floors: list[Floors], bench: Bench | None, papers: bool = False) -> list[Table]:
     """The paper's protocol first: empty if nobody ran it and there are no other runs, or `papers` asks for it.
 
     One table for each set of shared conditions, in which tasks as the paper has them stand side by side. So do changed
     ones if the same words made them, as trainer=cpu does of all tasks. Failed runs have no cell.
     `floors` as in results/floors.json, `bench` as in results/bench/models.json.
     """
+    bench = bench or NO_BENCH
     settings: dict[Any, list[Record]] = defaultdict(list)
     for run in sorted(found, key=lambda record: record.run_id):
         if run.status == "ok":
@@ -215,15 +216,14 @@ def machine(record: Record) -> str:
     return f"{' and '.join(names)} ({threads}, {environment.precision}, torch {environment.torch})"
 
 
-def _table(by_task: dict[str, list[Record]], floors: list[Floors], bench: dict[str, Any] | None) -> Table:
+def _table(by_task: dict[str, list[Record]], floors: list[Floors], bench: Bench) -> Table:
     """The runs of each task have the same conditions; the paper's tasks are there even without runs of them."""
     runs = [run for each in by_task.values() for run in each]
     changed = any(run.differences.shared or own(run) for run in runs)
     tasks = [task for task in TASKS if task in by_task or not changed] + sorted(by_task.keys() - set(TASKS))
     columns = [_column(task, by_task.get(task, []), floors, bench) for task in tasks]
     conditions = list(dict.fromkeys(condition for column in columns for condition in column.conditions))
-    race_machine = bench["environment"]["device_name"] if bench else None
-    table = Table(conditions, machine(runs[0]) if runs else None, race_machine, columns)
+    table = Table(conditions, machine(runs[0]) if runs else None, bench["environment"]["device_name"], columns)
     compared = [(column, cell, cell.versus) for column, cell in table.cells if cell.versus]
     corrected = statistics.holm([versus.p for _, _, versus in compared])
     for (column, cell, versus), p in zip(compared, corrected, strict=True):
@@ -233,7 +233,7 @@ def _table(by_task: dict[str, list[Record]], floors: list[Floors], bench: dict[s
     return table
 
 
-def _column(task: str, runs: list[Record], floors: list[Floors], bench: dict[str, Any] | None) -> Column:
+def _column(task: str, runs: list[Record], floors: list[Floors], bench: Bench) -> Column:
     raced, race_notes = _race(task, runs, bench)
     of_paper, of_runs = _floors(task, runs, floors)
     models = {name: name for name in (*MODELS, *raced)} | {row(run): run.model for run in runs}
@@ -259,8 +259,8 @@ def _floors(task: str, runs: list[Record], floors: list[Floors]) -> tuple[Floors
     """Those under the paper's protocol, and those of the runs' data, where at least the majority class is known."""
     known = [each for each in floors if each["task"] == task and "test_accuracy" in each]  # older ones are of dev alone
     known.sort(key=lambda each: -each["train_examples"])
-    of_paper = [e for e in known if e["protocol"] == "paper" and e.get("whole") and e["source"] != "stand-in"]
-    of_runs = of_paper
+    whole = [each for each in known if each["protocol"] == "paper" and each.get("whole")]
+    of_paper = of_runs = [each for each in whole if each["source"] != "stand-in"]
     if runs:
         data = runs[0].data
         majority = {"test_accuracy": {"majority": data.majority}, "test_examples": data.examples["test"]}
@@ -306,19 +306,17 @@ def _gap(cell: Cell) -> Measures:
     return gap
 
 
-def _race(task: str, runs: list[Record], bench: dict[str, Any] | None) -> tuple[dict[str, Measures], list[str]]:
+def _race(task: str, runs: list[Record], bench: Bench) -> tuple[dict[str, Measures], list[str]]:
     """By model, at the batches of these runs on their machine, without runs at the paper's; and what was left out."""
     wanted = {"task": task, "padding": "full", "bucket": False, "batch_size": PAPER["batch_size"].get(task)}
-    results = bench["results"] if bench else []
-    if runs and bench:
-        first = runs[0]
-        wanted |= {"padding": first.padding, "bucket": first.bucketing, "batch_size": first.batch_size}
-        of_paper = PAPER["lengths"].get(task, {}).items() <= first.config["task"]["data"].items()
-        here = all(bench["environment"][key] == getattr(first.environment, key) for key in MACHINE)
-        as_timed = AS_TIMED.items() <= (AS_TIMED | first.config["trainer"]).items()
-        results = results if of_paper and here and as_timed else []
-    result = next((each for each in results if wanted.items() <= each.items()), None)
-    if not bench or not result:
+    alike = True
+    for run in runs[:1]:
+        wanted |= {"padding": run.padding, "bucket": run.bucketing, "batch_size": run.batch_size}
+        here = all(bench["environment"][key] == getattr(run.environment, key) for key in MACHINE)
+        as_long = PAPER["lengths"].get(task, {}).items() <= run.config["task"]["data"].items()
+        alike = here and as_long and AS_TIMED.items() <= (AS_TIMED | run.config["trainer"]).items()
+    result = next((each for each in bench["results"] if alike and wanted.items() <= each.items()), None)
+    if not result:
         return {}, []
     arms, raced = result["arms"], {}
     for model in arms.keys() - set(TRUNKS) if BASELINE in arms else ():  # without the Transformer there are no ratios

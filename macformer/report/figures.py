@@ -64,7 +64,7 @@ def draw(number: int, table: Table) -> list[Drawn]:
     for column, rows in zip(table.columns, looks, strict=True):
         if column.runs:
             made.append(_curves(f"{name}-curves-{column.task}", column, rows, _warning(table, [column])))
-        if any("time" in {**cell.paper, **cell.ours, **cell.raced} for cell in column.cells.values()):
+        if any(cell.paper or cell.raced or "time" in cell.ours for cell in column.cells.values()):
             made.append(_bars(f"{name}-bars-{column.task}", column, rows, _warning(table, [column])))
     return [*made, _accuracy_over_time(f"{name}-accuracy-time", table, looks)]
 
