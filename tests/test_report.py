@@ -334,14 +334,11 @@ def browse(tmp_path: Path) -> Browse:
     return run
 
 
-@pytest.mark.parametrize("folder", ["results", "empty"])
-def test_a_browser_shows_the_tables_and_complains_of_nothing(
-    folder: str, browse: Browse, request: pytest.FixtureRequest
-) -> None:
-    text = read(request.getfixturevalue(folder))
-    shown, complaints = browse(text, "--dump-dom")
-    assert complaints == []
-    assert Tags(shown).tables == Tags(text).tables
+def test_a_browser_shows_the_tables_and_complains_of_nothing(browse: Browse, results: Path, empty: Path) -> None:
+    for text in map(read, (results, empty)):
+        shown, complaints = browse(text, "--dump-dom")
+        assert complaints == []
+        assert Tags(shown).tables == Tags(text).tables
 
 
 def test_a_complaint_of_the_browser_is_seen(browse: Browse, empty: Path) -> None:
