@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -105,35 +104,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(folder)
 
 
-class Tags(HTMLParser):
-    """The attributes of a page's tags; of each table, the texts of its rows."""
+def texts(page: str) -> list[list[list[str]]]:
+    """Of each table of a page, the texts of its rows."""
 
-    def __init__(self, text: str):
-        super().__init__()
-        self.attributes: list[tuple[str, str]] = []
-        self.tables: list[list[list[str]]] = []
-        self.inside = False
-        self.feed(text)
+    def parts(of: str, tag: str) -> list[str]:
+        return re.findall(rf"<(?:{tag})\b[^>]*>(.*?)</(?:{tag})>", of, re.DOTALL)
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(key, value or "") for key, value in attributes]
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-            self.inside = True
+    tables = [[parts(row, "td|th") for row in parts(table, "tr")] for table in parts(page, "table")]
+    return [[[html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in row] for row in rows] for rows in tables]
 
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = self.inside and tag not in ("td", "th")
 
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.tables[-1][-1][-1] += data
-
-    def values(self, key: str) -> list[str]:
-        return [value for name, value in self.attributes if name == key]
+def values(page: str, attribute: str) -> list[str]:
+    return [html.unescape(value) for value in re.findall(rf'<[^>]+\b{attribute}="([^"]*)"', page)]
 
 
 def read(folder: Path) -> str:
@@ -147,7 +129,7 @@ def shows(folder: Path, name: str) -> set[str]:
 
 
 def test_every_task_is_a_table_with_its_marks_and_floors(results: Path) -> None:
-    text, listops, other, stand_in, shortened, _ = ([row[0] for row in table] for table in Tags(read(results)).tables)
+    text, listops, other, stand_in, shortened, _ = ([row[0] for row in table] for table in texts(read(results)))
     assert text == ["model", *cells.MODELS, *(f"floor: {floor}" for floor in FLOORS)]
     assert {"rfa (attention.features=64)", "transformer_sdpa"} <= set(listops)
     assert len(other) == 1 + len(cells.MODELS)
@@ -161,10 +143,10 @@ def test_every_task_is_a_table_with_its_marks_and_floors(results: Path) -> None:
 
 
 def test_every_record_is_listed_and_every_link_leads_somewhere(results: Path) -> None:
-    tags = Tags(read(results))
-    for link in tags.values("href"):
-        assert link[1:] in tags.values("id") if link[0] == "#" else (results / unquote(link)).is_file(), link
-    listed = {row[0]: row for row in tags.tables[-1][1:]}
+    page = read(results)
+    for link in values(page, "href"):
+        assert link[1:] in values(page, "id") if link[0] == "#" else (results / unquote(link)).is_file(), link
+    listed = {row[0]: row for row in texts(page)[-1][1:]}
     assert set(listed) == {file.stem for file in (results / "runs").rglob("*.*.json")}
     (failed,) = (row for name, row in listed.items() if name.startswith("listops.macformer_log"))
     assert failed[1:4] == ["-", "0", "oom"]
@@ -178,7 +160,7 @@ def test_texts_from_records_are_escaped_and_nothing_is_loaded_from_elsewhere(res
     assert "<script" not in text
     assert "broken.json is not a run record" in text
     assert POLICY.search(text)
-    sources = Tags(text).values("src")
+    sources = values(text, "src")
     assert len(sources) == len(list((results / "figures").glob("table2-*.svg")))
     for source in sources:
         svg = base64.b64decode(source.removeprefix("data:image/svg+xml;base64,"), validate=True).decode()
@@ -263,10 +245,10 @@ def test_the_same_records_give_the_same_bytes(results: Path) -> None:
 
 
 def test_without_runs_there_are_the_papers_values_the_race_and_the_commands(empty: Path) -> None:
-    text = html.unescape(read(empty))
+    page = read(empty)
+    text, tables = html.unescape(page), texts(page)
     assert "Table 2, the paper's protocol: no runs yet" in text
     assert "There are none yet." in text
-    tables = Tags(text).tables
     assert [len(table) for table in tables] == [11, 12, 8]
     assert ["transformer_sdpa", "0.500"] in [[row[0], row[6]] for row in tables[1]]
     for task in cells.TASKS:
@@ -338,7 +320,7 @@ def test_a_browser_shows_the_tables_and_complains_of_nothing(browse: Browse, res
     for text in map(read, (results, empty)):
         shown, complaints = browse(text, "--dump-dom")
         assert complaints == []
-        assert Tags(shown).tables == Tags(text).tables
+        assert texts(shown) == texts(text)
 
 
 def test_a_complaint_of_the_browser_is_seen(browse: Browse, empty: Path) -> None:
