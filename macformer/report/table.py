@@ -49,9 +49,8 @@ def settings(tables: list[Table], found: list[Record], problems: list[str]) -> s
     for machine, column in ((table.machine, column) for table in tables for column in table.columns if column.runs):
         placed[column.task].append((column, [*column.conditions, f"on {machine}"]))
     for task in sorted(placed, key=[*TASKS, *placed].index):
-        columns = placed[task]
+        columns, rows = placed[task], [SETTINGS]
         common = [change for change in columns[0][1] if all(change in changes for _, changes in columns)]
-        rows = [SETTINGS]
         for column, changes in columns:
             own = "; ".join(change.partition(" (paper: ")[0] for change in changes if change not in common) or "-"
             best = f"{100 * column.floors['test_accuracy'][column.best_floor]:.2f} ({column.best_floor})"
@@ -169,8 +168,9 @@ def _texts(cell: Cell) -> dict[str, str]:
 
 
 def _show(form: str, numbers: Measure | Comparison | None, scale: int = 1) -> str:
+    """Fill the form with the fields of `numbers`; without them it is empty."""
     scaled = {name: scale * value for name, value in vars(numbers).items() if value is not None} if numbers else {}
-    return form.format(**scaled) if scaled else ""
+    return form.format(**scaled) if numbers else ""
 
 
 def _mean(measure: Measure | None, scale: int = 1, digits: int = 3) -> str:
@@ -208,8 +208,9 @@ def notes(table: Table) -> list[str]:
 
 
 def _about(column: Column) -> list[str]:
-    told, cells, runs, reached = [], column.cells, column.runs, column.floors["test_accuracy"]
-    if runs:
+    """How a task was run, and how its accuracies compare with the noise, the paper's and the floors."""
+    told, cells, reached = [], column.cells, column.floors["test_accuracy"]
+    if runs := column.runs:
         sizes = " / ".join(f"{count:,}" for count in runs[0].data.examples.values())
         # Without the Transformer there are no ratios: then what each row took.
         ran = {"the Transformer": cells[BASELINE]} if cells[BASELINE].runs else cells
