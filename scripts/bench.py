@@ -1,4 +1,4 @@
-"""Benchmarks: interleaved races in one process. `python -m scripts.bench COMMAND --help` says how each is done."""
+"""Interleaved benchmarks in one process. `python -m scripts.bench COMMAND --help` says how each is done."""
 
 import argparse
 import importlib.util
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--imdb", help="aclImdb_v1.tar.gz, for Text")
             command.add_argument("--models", type=lambda names: names.split(","), help="of configs/model: mine,rfa")
             command.add_argument("--settings", nargs="+", choices=models.SETTINGS, default=list(models.SETTINGS))
-        if name in attention.LENGTHS:
+        else:
             command.add_argument("--lengths", type=positive, nargs="+", default=attention.LENGTHS[name])
     return parser.parse_args(arguments)
 
@@ -50,13 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = module.measure(options, devices.choose(options.device))
     except (ConfigError, DataError) as error:
         sys.exit(f"error: {error}")
-    written = {f"{name}.json": json.dumps(report, indent=1) + "\n", f"{name}.md": module.table(report)}
-    for file, content in written.items():
-        files.write(options.output / file, content)
+    table = module.table(report)
+    files.write(options.output / f"{name}.json", json.dumps(report, indent=1) + "\n")
+    files.write(options.output / f"{name}.md", table)
     if name == "attention":
         files.write(options.output / "attention.png", attention.plot(report))
-    print(written[f"{name}.md"])
-    print(f"written to {options.output}: {', '.join(written)}{', attention.png' * (name == 'attention')}")
+    print(f"{table}\nwritten to {options.output}: {name}.json, {name}.md{', attention.png' * (name == 'attention')}")
     return 1 if report.get("no_figure") else 0
 
 

@@ -1,22 +1,16 @@
-"""Race training steps of whole models on each task: time, memory, and from which length on Macformer is faster.
+"""Benchmark training steps of whole models on each task: time, memory, and from which length on Macformer is faster.
 
     python -m scripts.bench models --imdb data/aclImdb_v1.tar.gz      # 40 minutes on one core
     python -m scripts.bench models --models mine,rfa --settings listops-full --rounds 1 --output /tmp/bench
 
-The paper's models race (those of results/paper.json), or those of configs/model that --models names; beside them the
-Transformer with explicit, checkpointed and fused (SDPA) attention, and our model with the identity for attention, with
-and without ppSBN: all but attention. Freed memory is kept, as train.py has it. A step is forward, cross-entropy,
-backward, clip by value, AdamW. Each round has another batch, of which a model takes all or a part (see below).
+The models are the paper's, or those of configs/model that --models names; beside them the Transformer with explicit,
+checkpointed and fused (SDPA) attention, and our model with the identity for attention, with and without ppSBN.
+How time and memory are measured is in docs/protocol.md, "Speed of a model". The settings are
 
     TASK-full   the paper's protocol: every text padded to the task's length. Ids are random and nothing is padding,
                 which costs the same as a padded batch and needs no data
     TASK-real   real texts, with batches as the trainer makes them with pad=trim and bucket=true
     lengths     as many tokens a batch at every length, with Text's encoder
-
-Memory is the peak of forward and backward of one model on the longest batch, measured as the trainer does, or estimated
-from one and two examples where the batch would not fit. On the CPU kept memory is split up, so that up to SPREAD times
-what lives is resident: a step for which that is too much takes half of the batch, or a quarter and so on, and its time
-is scaled to the whole. A model of which not even one example would fit is left out. The report says all of this.
 """
 
 import itertools
@@ -24,16 +18,15 @@ import json
 import math
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,10 +47,9 @@ SETTINGS = ("text-real", "listops-real", "listops-full", "text-full", "retrieval
 PAPER = json.loads((Path(__file__).parents[2] / "results" / "paper.json").read_text())
 TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 OVER_LENGTHS = ("rfa", "macformer_exp")  # the other kernels take as long
-ROOM = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
-SPREAD = 3  # resident bytes to live ones, at most (docs/log.md)
+MEASURED = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
+SPREAD = 3  # resident bytes to live ones, at most, as kept memory is split up (docs/log.md)
 Batch = tuple[Tensor, Tensor]
-Raced = tuple[dict[str, Any], list[str]]  # the figures; a sentence for each model without them, or with a part of them
 
 
 class Identity(nn.Module):
@@ -65,15 +57,13 @@ class Identity(nn.Module):
         return v
 
 
-@cache  # composing takes longer than some steps
-def model_config(name: str) -> DictConfig:
-    return configs.compose(f"model={TRUNKS.get(name, name)}")
+compose = cache(configs.compose)  # takes longer than some steps
 
 
 def model(name: str, spec: TaskSpec) -> nn.Module:
     torch.manual_seed(0)
     given = {"attention": Identity} if name in TRUNKS else {}
-    return configs.build(model_config(name), "model", **asdict(spec), **given)
+    return configs.build(compose(f"model={TRUNKS.get(name, name)}"), "model", **asdict(spec), **given)
 
 
 class Trained:
@@ -85,112 +75,116 @@ class Trained:
         self.precision = devices.choose_precision("auto", device)
         self.scaler = devices.scaler(device, self.precision)
 
+    def forward_backward(self, ids: Tensor, labels: Tensor) -> None:
+        with devices.autocast(self.device, self.precision):
+            loss = F.cross_entropy(self.model(ids), labels)
+        self.scaler.scale(loss).backward()
+
     def step(self, ids: Tensor, labels: Tensor) -> None:
-        self.scaler.scale(self._loss(ids, labels)).backward()
+        self.forward_backward(ids, labels)
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def both_ways(self, ids: Tensor, labels: Tensor) -> None:
-        self._loss(ids, labels).backward()
-        self.optimizer.zero_grad()
-
     def peak(self, ids: Tensor, labels: Tensor) -> int:
         """Peak bytes of forward and backward, with parameters and the optimiser's state."""
         if not self.optimizer.state:
             self.step(ids[:1], labels[:1])
+        self.optimizer.zero_grad()
         moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         state = [*self.model.parameters(), *self.model.buffers(), *moments]
-        return devices.peak_bytes(self.device, state, partial(self.both_ways, ids, labels))
+        return devices.peak_bytes(self.device, state, partial(self.forward_backward, ids, labels))
 
     def estimate_peak(self, ids: Tensor, labels: Tensor, examples: int) -> int:
-        """That of so many examples, from one and two of them: activations are linear in the batch."""
+        """Estimate the peak of so many examples from those of one and two: activations are linear in the batch."""
         one, two = (self.peak(ids[:count], labels[:count]) for count in (1, 2))
         return one + (examples - 1) * (two - one)
 
-    def _loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        with devices.autocast(self.device, self.precision):
-            return F.cross_entropy(self.model(ids), labels)
+
+class Plan(NamedTuple):
+    """How much of a batch one model takes in a step, so that the step needs at most `free` bytes."""
+
+    peak_bytes: int  # of a pass over the longest batch
+    examples: int
+    longest: int
+    free: float
+
+    def part(self, n: int) -> int:
+        """How many examples of length n: all, half, a quarter ... or none. What is large is the n x n weights."""
+        part, need = self.examples, (n / self.longest) ** 2 * self.peak_bytes
+        while need * part / self.examples > self.free:
+            part //= 2
+        return part
 
 
 def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> tuple[int, bool]:
     """Peak bytes of a pass over the batch, no other model alive; whether they are estimated, as it would not fit."""
     trained = Trained(model(name, spec), device)
     need, free = trained.estimate_peak(*batch, len(batch[0])), devices.free_bytes(device)
-    too_much = free is not None and need > ROOM * free
+    too_much = free is not None and need > MEASURED * free
     return need if too_much else trained.peak(*batch), too_much
 
 
-def part_of(examples: int, need: float, room: float) -> int:
-    """How many of the examples a step may take for `need`, that of all of them, to fit: all, half, a quarter ..."""
-    part = examples
-    while part > 1 and need * part / examples > room:
-        part //= 2
-    return part
-
-
-def race_steps(
-    setting: str, spec: TaskSpec, names: Sequence[str], batches: Iterator[Batch], rounds: int, device: torch.device
-) -> Raced:
-    """Seconds and FLOP of each model and the matmul rate in each round; peak bytes on the first batch, the longest."""
-    longest = next(batches)
-    examples, longest_n = len(longest[0]), longest[0].shape[-1]
+def plan_steps(
+    setting: str, spec: TaskSpec, names: Iterable[str], batch: Batch, device: torch.device
+) -> tuple[dict[str, Plan], list[str]]:
+    """Plan the steps of the models that fit; a sentence for each that takes a part of the batch, or does not fit."""
     devices.keep_freed(False)
-    free = devices.free_bytes(device)
-    room = math.inf if free is None else free / SPREAD  # for a step, as its freed memory is kept
-    peaks: dict[str, int] = {}
-    said = []
+    examples, *_, n = batch[0].shape
+    left = devices.free_bytes(device)
+    plans, said, free = {}, [], math.inf if left is None else left / SPREAD
     for name in names:
         try:
-            need, estimated = peak(name, spec, longest, device)
-            if need / examples > room:
-                one = f"a step on one of {examples} examples would need {mebibytes(need // examples)}"
-                raise MemoryError(f"{one}, and only {mebibytes(int(room))} are free for it")
+            need, estimated = peak(name, spec, batch, device)
         except (RuntimeError, MemoryError) as error:
             if not devices.is_out_of_memory(error):
                 raise
             said.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
             continue
-        peaks[name] = need
-        if need > room:
-            how = " (estimated from batches of 1 and 2)" * estimated
-            or_more = " or more, by the length" * setting.endswith("real")
-            said.append(
-                f"{setting}: a step of {name} on {examples} examples needs {mebibytes(need)}{how}, and only "
-                f"{mebibytes(int(room))} are free for it: it took {part_of(examples, need, room)} of them{or_more}, "
-                "and its time is scaled to all."
-            )
+        plan = Plan(need, examples, n, free)
+        if (part := plan.part(n)) < examples:
+            or_more = " or more, by the length," * setting.endswith("real")
+            outcome = f"it is timed on {part}{or_more} of them and scaled" if part else "not even one fits"
+            needs = mebibytes(need) + " (estimated from batches of 1 and 2)" * estimated
+            only = f"and only {mebibytes(int(free))} are free: {outcome}."
+            said.append(f"{setting}: a step of {name} on {examples} examples needs {needs}, {only}")
+        if part:
+            plans[name] = plan
     devices.keep_freed(True)
-    trained = {name: Trained(model(name, spec), device) for name in peaks}
-    multiply = bench.matmul(device)
-    flop: dict[tuple[str, int], int] = {}  # of one example, by model and length
-    shapes: list[list[int]] = []  # of each round, the warm-up first
-    parts: list[dict[str, int]] = []
+    return plans, said
+
+
+def race_steps(
+    setting: str, spec: TaskSpec, names: Iterable[str], batches: Iterator[Batch], rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """Seconds and FLOP of each model and the matmul rate in each round; peak bytes on the first batch, the longest."""
+    longest = ids, labels = next(batches)
+    plans, said = plan_steps(setting, spec, names, longest, device)
+    trained = {name: Trained(model(name, spec), device) for name in plans}
+    shapes = []  # of each round, the warm-up first
 
     def arms(number: int) -> dict[str, Callable[[], object]]:
         ids, labels = next(batches)
-        n = ids.shape[-1]
-        share = (n / longest_n) ** 2  # what is large is the n x n weights
-        shapes.append([len(ids), n])
-        parts.append({name: part_of(examples, share * need, room) for name, need in peaks.items()})
-        for name in (name for name in peaks if (name, n) not in flop):
-            flop[name, n] = bench.count_flop(partial(trained[name].both_ways, ids[:1], labels[:1]))
-        steps = {name: partial(trained[name].step, ids[:part], labels[:part]) for name, part in parts[-1].items()}
-        return {"matmul": multiply, **steps}
+        shapes.append([len(ids), ids.shape[-1]])
+        parts = {name: plan.part(ids.shape[-1]) for name, plan in plans.items()}
+        return {name: partial(trained[name].step, ids[:part], labels[:part]) for name, part in parts.items()}
 
-    taken = list(bench.race(arms, rounds, device, label=setting))
-    measured = {}
-    for name in peaks:
-        part = [each[name] for each in parts[1:]]
+    seconds, rates = bench.race_beside_matmul(arms, rounds, device, label=setting)
+    del shapes[0]
+    lengths, measured = [n for _, n in shapes], {}
+    for name, plan in plans.items():
+        passes = {n: partial(trained[name].forward_backward, ids[:1, ..., :n], labels[:1]) for n in lengths}
+        flop = {n: bench.count_flop(passes[n]) for n in passes}
+        parts = [plan.part(n) for n in lengths]
         measured[name] = {
-            "seconds": [each[name] * examples / count for each, count in zip(taken, part, strict=True)],
-            "examples": part,
-            "flop": [flop[name, n] * batch for batch, n in shapes[1:]],
-            "peak_bytes": peaks[name],
+            "seconds": [s * plan.examples / part for s, part in zip(seconds[name], parts, strict=True)],
+            "examples": parts,
+            "flop": [size * flop[n] for size, n in shapes],
+            "peak_bytes": plan.peak_bytes,
         }
-    return {"shapes": shapes[1:], "matmul_rate": bench.matmul_rate(taken), "arms": measured}, said
+    return {"shapes": shapes, "matmul_rate": rates, "arms": measured, "left_out": said}
 
 
 def real(task: Task, batch_size: int, device: torch.device) -> Iterator[Batch]:
@@ -225,118 +219,95 @@ def batches_of(
     return spec, shape, real(task, size, device)
 
 
-def race_lengths(names: Sequence[str], rounds: int, device: torch.device) -> Raced:
-    """Seconds at every length, with as many tokens a batch, and the break-even lengths."""
-    spec, results, left_out = text.spec(configs.compose("task=text").task.data.length), [], []
-    for n in LENGTHS:
-        batches = full(spec, TOKENS // n, n, device)
-        result, said = race_steps(f"lengths, n = {n:,}", spec, names, batches, rounds, device)
-        results.append({"n": n, "arms": {name: {"seconds": arm["seconds"]} for name, arm in result["arms"].items()}})
-        left_out += said
-    return {"tokens": TOKENS, "results": results, "break_even": break_even(results)}, left_out
-
-
-def crossing(points: Sequence[tuple[int, float]]) -> float:
-    """From which n on the ratios are below 1, interpolated in log n: 0 if they all are, inf if the last is not."""
-    slower = [i for i, (_, ratio) in enumerate(points) if ratio >= 1]
-    if not slower:
-        return 0.0
-    if slower[-1] == len(points) - 1:
+def crossing(lengths: Sequence[int], ratios: Sequence[float]) -> float:
+    """From which length on the ratios are below 1, interpolated in log n: 0 if all are, inf if the last is not."""
+    if ratios[-1] >= 1:
         return math.inf
-    (n, above), (longer, below) = points[slower[-1]], points[slower[-1] + 1]
-    return n * (longer / n) ** ((above - 1) / (above - below))
+    for i in reversed(range(len(lengths) - 1)):
+        if ratios[i] >= 1:
+            share = (ratios[i] - 1) / (ratios[i] - ratios[i + 1])
+            return lengths[i] * (lengths[i + 1] / lengths[i]) ** share
+    return 0.0
 
 
 def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """From which length on each model is faster than the Transformers: by the medians, and by each round alone."""
     found = []
-    models = dict.fromkeys(name for result in results for name in result["arms"] if name not in BASELINES)
-    for name, to in itertools.product(reversed(models), ("transformer_sdpa", "transformer")):
-        each = [(result["n"], slower(result, name, to)) for result in results if {name, to} <= result["arms"].keys()]
-        if not each:
+    names = dict.fromkeys(name for result in results for name in result["arms"] if name not in BASELINES)
+    for name, to in itertools.product(reversed(names), ("transformer_sdpa", "transformer")):
+        measured = [(each["n"], ratios) for each in results if (ratios := bench.ratios(each["arms"], name, to))]
+        if not measured:
             continue
-        rounds = [crossing([(n, ratios[i]) for n, ratios in each]) for i in range(len(each[0][1]))]
-        n, low, high = crossing([(n, median(ratios)) for n, ratios in each]), min(rounds), max(rounds)
+        lengths, by_length = zip(*measured, strict=True)
+        n = crossing(lengths, [median(ratios) for ratios in by_length])
+        rounds = [crossing(lengths, ratios) for ratios in zip(*by_length, strict=True)]
+        numbers = {"n": n, "low": min(rounds), "high": max(rounds)}
         where = {0.0: "at every length measured", math.inf: "at no length measured"}.get(n, f"from n = {n:,.0f} on")
-        ends = {0.0: f"below {each[0][0]:,}", math.inf: f"above {each[-1][0]:,}"}
-        spread = " to ".join(ends.get(x, f"{x:,.0f}") for x in (low, high))
-        numbers = {key: x if 0 < x < math.inf else None for key, x in {"n": n, "low": low, "high": high}.items()}
+        ends = {0.0: f"below {lengths[0]:,}", math.inf: f"above {lengths[-1]:,}"}
+        spread = " to ".join(ends.get(x, f"{x:,.0f}") for x in (min(rounds), max(rounds)))
+        known = {key: x if 0 < x < math.inf else None for key, x in numbers.items()}
         says = f"{name} is faster than {to} {where} (single rounds: {spread})."
-        found.append({"model": name, "baseline": to, **numbers, "says": says})
+        found.append({"model": name, "baseline": to, **known, "says": says})
     return found
-
-
-def slower(result: dict[str, Any], name: str, to: str) -> list[float]:
-    """Seconds of `name` over those of `to` in each round."""
-    return bench.ratios(result["arms"][name]["seconds"], result["arms"][to]["seconds"])
 
 
 def table(report: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [f"{line}\n" for line in report["left_out"]]
+    parts = [f"{line}\n" for line in report["left_out"]]
     for result in report["results"]:
-        lengths, rates, arms = [n for _, n in result["shapes"]], result["matmul_rate"], result["arms"]
-        lines += [
-            f"**{result['setting']}** (batches of {result['batch_size']}, padded to {min(lengths):,}-{max(lengths):,}, "
-            f"median {median(lengths):,.0f}; matmul rate {median(rates) / 1e9:.0f} GFLOP/s; rounds: {len(lengths)})",
-            "",
-        ]
-        rows = []
+        lengths, rates, arms, rows = [n for _, n in result["shapes"]], result["matmul_rate"], result["arms"], []
+        details = (
+            f"batches of {result['batch_size']}, padded to {min(lengths):,}-{max(lengths):,}, "
+            f"median {median(lengths):,.0f}; matmul rate {median(rates) / 1e9:.0f} GFLOP/s; rounds: {len(lengths)}"
+        )
         for name, arm in arms.items():
             share = median(f / s / rate for f, s, rate in zip(arm["flop"], arm["seconds"], rates, strict=True))
             memory = f"{arm['peak_bytes'] / arms[BASELINES[0]]['peak_bytes']:.3g}" if BASELINES[0] in arms else "-"
-            rows.append([name, milliseconds(result, name), *(times(result, name, to) for to in BASELINES)])
-            rows[-1] += [f"{arm['peak_bytes'] / 2**20:,.0f}", memory, f"{share:.0%}"]
-        header = ["model", "ms (range)", *(f"time / {to} (range)" for to in BASELINES)]
-        lines += bench.markdown([*header, "peak MiB", "memory / transformer", "of matmul rate"], rows, "lrrrrrrr")
+            row = {"model": name, "ms (range)": bench.milliseconds(arms, name, ".0f")}
+            row |= {f"time / {to} (range)": bench.with_range(bench.ratios(arms, name, to)) for to in BASELINES}
+            row |= {"peak MiB": f"{arm['peak_bytes'] / 2**20:,.0f}", "memory / transformer": memory}
+            rows.append(row | {"of matmul rate": f"{share:.0%}"})
+        parts.append(bench.section(result["setting"], details, rows))
     if results := report["lengths"]["results"]:
-        tokens, break_evens = report["lengths"]["tokens"], report["lengths"]["break_even"]
-        names = list(dict.fromkeys(name for result in results for name in result["arms"]))
-        pairs = [(found["model"], found["baseline"]) for found in break_evens]
-        lines += [f"**lengths** ({tokens:,} tokens a batch, Text's encoder; ms and ratios of time, with ranges)", ""]
-        rows = [
-            [f"{result['n']:,}", *(milliseconds(result, name) for name in names), *(times(result, *p) for p in pairs)]
-            for result in results
-        ]
-        header = ["n", *names, *(" / ".join(pair) for pair in pairs)]
-        lines += [
-            *bench.markdown(header, rows, "r" * len(header)),
-            *(f"- {found['says']}" for found in break_evens),
-            "",
-        ]
-    return "\n".join(lines)
-
-
-def milliseconds(result: dict[str, Any], name: str) -> str:
-    seconds = result["arms"][name]["seconds"] if name in result["arms"] else []
-    return bench.with_range([1e3 * s for s in seconds], ".0f") if seconds else "-"
-
-
-def times(result: dict[str, Any], name: str, to: str) -> str:
-    """The ratio with its range; a dash where one of the two is not there."""
-    return bench.with_range(slower(result, name, to)) if {name, to} <= result["arms"].keys() else "-"
+        break_evens, rows = report["lengths"]["break_even"], []
+        names = dict.fromkeys(name for result in results for name in result["arms"])
+        for n, arms in ((result["n"], result["arms"]) for result in results):
+            row = {"n": f"{n:,}"} | {name: bench.milliseconds(arms, name, ".0f") for name in names}
+            for model, to in ((found["model"], found["baseline"]) for found in break_evens):
+                row[f"{model} / {to}"] = bench.with_range(bench.ratios(arms, model, to))
+            rows.append(row)
+        details = f"{report['lengths']['tokens']:,} tokens a batch, Text's encoder; ms and ratios of time, with ranges"
+        parts.append(bench.section("lengths", details, rows, "--:"))
+        parts.append("".join(f"- {found['says']}\n" for found in break_evens))
+    return "\n".join(parts)
 
 
 def measure(options: Namespace, device: torch.device) -> dict[str, Any]:
     for name in options.models or ():
-        model_config(name)  # an unknown name is an error now, not when half of the work is done
-    names = list(dict.fromkeys([*TRUNKS, *BASELINES, *(options.models or PAPER["accuracy"]["text"])]))
-    over_lengths = list(dict.fromkeys([BASELINES[0], BASELINES[2], *(options.models or OVER_LENGTHS)]))
+        compose(f"model={name}")  # an unknown name is an error now, not when half of the work is done
+    names = dict.fromkeys([*TRUNKS, *BASELINES, *(options.models or PAPER["accuracy"]["text"])])
+    over_lengths = dict.fromkeys([BASELINES[0], BASELINES[2], *(options.models or OVER_LENGTHS)])
+    absent = {} if options.imdb else {"text-real": "it needs --imdb (make bench IMDB=path)"}
+    absent |= {setting: "--settings does not name it" for setting in SETTINGS if setting not in options.settings}
+    left_out = [f"{setting} is left out: {why}." for setting, why in absent.items()]
+    results, lengths = [], []
     devices.prepare(device, 1)
-    unnamed = (name for name in SETTINGS if name not in options.settings)
-    left_out = [f"{name} is left out: --settings does not name it." for name in unnamed]
-    results, lengths = [], {"tokens": TOKENS, "results": [], "break_even": []}
     with tempfile.TemporaryDirectory() as folder:
-        for setting in (name for name in SETTINGS if name in options.settings):
+        for setting in (setting for setting in SETTINGS if setting not in absent):
             rounds = options.rounds or ROUNDS[setting.rpartition("-")[2]]
-            if setting == "lengths":
-                lengths, said = race_lengths(over_lengths, rounds, device)
-            elif setting == "text-real" and not options.imdb:
-                said = ["text-real is left out: it needs --imdb (make bench IMDB=path)."]
-            else:
+            if setting != "lengths":
                 spec, shape, batches = batches_of(setting, options.imdb, folder, device)
-                result, said = race_steps(setting, spec, names, batches, rounds, device)
-                results.append({"setting": setting, **shape, **result})
-            left_out += said
+                measured = race_steps(setting, spec, names, batches, rounds, device)
+                left_out += measured.pop("left_out")
+                results.append({"setting": setting, **shape, **measured})
+                continue
+            spec = text.spec(configs.compose("task=text").task.data.length)
+            for n in LENGTHS:
+                batches = full(spec, TOKENS // n, n, device)
+                measured = race_steps(f"lengths, n = {n:,}", spec, over_lengths, batches, rounds, device)
+                left_out += measured["left_out"]
+                arms = {name: {"seconds": arm["seconds"]} for name, arm in measured["arms"].items()}
+                lengths.append({"n": n, "arms": arms})
     provenance = bench.provenance(device, devices.choose_precision("auto", device))
-    return provenance | {"left_out": left_out, "results": results, "lengths": lengths}
+    over_length = {"tokens": TOKENS, "results": lengths, "break_even": break_even(lengths)}
+    return provenance | {"left_out": left_out, "results": results, "lengths": over_length}

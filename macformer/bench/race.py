@@ -1,6 +1,6 @@
-"""How a race goes: one process, one thread, rounds. In every round each arm has one turn, in a new order, all on the
-same data. Machines are noisy, so a claim about speed is a ratio within a round; the median of the rounds and their
-range are reported. A round before the first warms up and is not counted.
+"""A benchmark is interleaved: one process, one thread, rounds. In every round each arm has one turn, in a new order,
+all on the same data. Machines are noisy, so a claim about speed is a ratio within a round; the median of the rounds
+and their range are reported. A round before the first warms up and is not counted.
 """
 
 import random
@@ -17,10 +17,11 @@ from macformer.harness import record as records
 
 SQUARE, PRODUCTS = 1024, 4  # of the arm `matmul`
 MATMUL_FLOP = PRODUCTS * 2 * SQUARE**3
+Arms = Callable[[int], Mapping[str, Callable[[], Any]]]
 
 
 def race(
-    arms: Callable[[int], Mapping[str, Callable[[], Any]]],
+    arms: Arms,
     rounds: int,
     device: torch.device,
     seconds: float = 0.0,
@@ -29,11 +30,11 @@ def race(
     look: Callable[[str, Any], None] = lambda name, result: None,
     label: str = "",
 ) -> Iterator[dict[str, float]]:
-    """Mean seconds of a call of each arm, round by round. `arms(number)` are those of round 1, 2, ..., with its data.
+    """Yield the mean seconds of a call of each arm, round by round; `arms(number)` gives those of round 1, 2, ...
 
-    In its turn an arm is called once, or again and again for `seconds`. `warm_up`: there is a round 0. `look` sees what
-    an arm returned, outside the clock; nothing of it is kept, or it would be in the way of the others. With a `label`
-    it says which round goes on.
+    In its turn an arm is called once, or again and again for `seconds`. With `warm_up` there is a round 0. `look` sees
+    what an arm returned, outside the clock; nothing of it is kept, as it would take the memory that others need. With a
+    `label` each round is announced.
     """
     order = random.Random(seed)
     for number in range(0 if warm_up else 1, rounds + 1):
@@ -47,6 +48,16 @@ def race(
             del result
         if number:
             yield taken
+
+
+def race_beside_matmul(
+    arms: Arms, rounds: int, device: torch.device, **options: Any
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Race the arms beside `matmul`: the seconds of each arm, and the FLOP a second of `matmul`, in each round."""
+    multiply = matmul(device)
+    taken = list(race(lambda number: {"matmul": multiply, **arms(number)}, rounds, device, **options))
+    seconds = {name: [each[name] for each in taken] for name in taken[0]}
+    return seconds, [MATMUL_FLOP / each for each in seconds.pop("matmul")]
 
 
 def provenance(device: torch.device, precision: devices.Precision = "float32") -> dict[str, Any]:
@@ -64,11 +75,6 @@ def matmul(device: torch.device) -> Callable[[], None]:
             square @ square
 
     return multiply
-
-
-def matmul_rate(taken: Sequence[Mapping[str, float]]) -> list[float]:
-    """FLOP a second of that arm in each round."""
-    return [MATMUL_FLOP / seconds["matmul"] for seconds in taken]
 
 
 class FlopCounter(TorchDispatchMode):
@@ -97,17 +103,24 @@ def count_flop(work: Callable[[], object]) -> int:
     return counter.total
 
 
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ours to theirs in each round."""
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
+def ratios(arms: Mapping[str, Any], name: str, to: str) -> list[float]:
+    """Seconds of `name` over those of `to` in each round; none if one of the two has no figures."""
+    if not {name, to} <= arms.keys():
+        return []
+    return [a / b for a, b in zip(arms[name]["seconds"], arms[to]["seconds"], strict=True)]
 
 
 def with_range(values: Sequence[float], digits: str = ".3g") -> str:
-    """The median, and the lowest and the highest in brackets."""
-    return f"{median(values):{digits}} ({min(values):{digits}}-{max(values):{digits}})"
+    """The median, and the lowest and the highest in brackets; a dash if there are none."""
+    return f"{median(values):{digits}} ({min(values):{digits}}-{max(values):{digits}})" if values else "-"
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """A table and an empty line; `align` has an l or r for each column."""
-    marks = ["---" if side == "l" else "--:" for side in align]
-    return [*(f"| {' | '.join(cells)} |" for cells in (header, marks, *rows)), ""]
+def milliseconds(arms: Mapping[str, Any], name: str, digits: str) -> str:
+    return with_range([1e3 * each for each in arms[name]["seconds"]] if name in arms else [], digits)
+
+
+def section(title: str, details: str, rows: Sequence[dict[str, str]], first: str = "---") -> str:
+    """A title and a table in Markdown, whose header is the keys of the rows. `first` aligns the first column."""
+    header = [[*rows[0]], [first] + ["--:"] * (len(rows[0]) - 1)] if rows else []
+    lines = [f"| {' | '.join(cells)} |" for cells in (*header, *(row.values() for row in rows))]
+    return "\n".join([f"**{title}** ({details})", "", *lines, ""])
