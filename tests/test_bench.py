@@ -44,6 +44,7 @@ def test_a_race_gives_each_arm_one_turn_a_round_and_keeps_nothing_of_it() -> Non
     """Results that are kept would take the memory that the others need."""
     calls: list[list[str]] = []
     alive: list[weakref.ref[Tensor]] = []
+    looked: list[str] = []
 
     def arm(name: str) -> Tensor:
         assert not any(result() is not None for result in alive)
@@ -56,7 +57,6 @@ def test_a_race_gives_each_arm_one_turn_a_round_and_keeps_nothing_of_it() -> Non
         calls.append([])
         return {name: partial(arm, name) for name in "abcdefgh"}
 
-    looked: list[str] = []
     rounds = list(race(arms, 3, CPU, look=lambda name, result: looked.append(name)))
     assert [set(seconds) for seconds in rounds] == [set("abcdefgh")] * 3
     assert len(set(map(tuple, calls))) == 4  # in orders of their own; round 0 warms up
@@ -79,27 +79,27 @@ def test_flop_are_those_of_the_products(name: str) -> None:
 def test_attentions_write_json_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(tmp_path, "attention", "--lengths", "64", "1024", "--rounds", "2")
     assert [(r["shape"]["B"], r["shape"]["n"]) for r in found["results"]] == [(4, 64), (4, 1024), (1, 1024)]
-    names = list(attention.attentions(seed=0))
-    assert all(list(result["arms"]) == names for result in found["results"])
-    for arm in (arm for result in found["results"] for arm in result["arms"].values()):
-        assert len(arm["seconds"]) == len(arm["flop"]) == 2
-        assert min(*arm["seconds"], *arm["flop"], arm["peak_bytes"]) > 0
+    table = (tmp_path / "attention.md").read_text()
+    for arms in (result["arms"] for result in found["results"]):
+        assert list(arms) == list(attention.attentions(seed=0))
+        for name, arm in arms.items():
+            assert len(arm["seconds"]) == len(arm["flop"]) == 2
+            assert min(*arm["seconds"], *arm["flop"], arm["peak_bytes"]) > 0
+            assert f"| {name} |" in table
     long = found["results"][1]["arms"]
     assert long["rmfa_paper"]["peak_bytes"] < long["checkpointed"]["peak_bytes"] / 7
-    table = (tmp_path / "attention.md").read_text()
     assert table in capsys.readouterr().out
-    assert all(f"| {name} |" in table for name in names)
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["attention.json", "attention.md", "attention.png"]
 
 
 def test_the_core_races_the_same_formula_on_the_same_draw(tmp_path: Path) -> None:
     rows = [each.feature_map.folded(torch.float32)[2] for each in attention.attentions(3, "core").values()]
-    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+    assert all(torch.equal(rows[0], other) for other in rows)
     (result,) = report(tmp_path, "core", "--lengths", "512", "--rounds", "1")["results"]
-    assert list(result["arms"]) == ["rmfa_paper", "plain", "plain_checkpoint"]
-    peaks = {name: arm["peak_bytes"] for name, arm in result["arms"].items()}
-    assert peaks["rmfa_paper"] < min(peaks["plain"], peaks["plain_checkpoint"]) / 2
+    (core, ours), *others = ((name, arm["peak_bytes"]) for name, arm in result["arms"].items())
+    assert [core, *(name for name, _ in others)] == ["rmfa_paper", "plain", "plain_checkpoint"]
+    assert all(ours < theirs / 2 for _, theirs in others)
     assert "than plain torch (range) | than plain checkpoint (range) |" in (tmp_path / "core.md").read_text()
     assert not (tmp_path / "attention.png").exists()
 
@@ -115,7 +115,9 @@ def test_what_is_wrong_gets_no_figure(
     out = capsys.readouterr().out
     for name, arm in attention.attentions(0, command).items():
         assert (name not in result["arms"]) == isinstance(arm, wrong)
-        assert (f"{name} gets no figure: the output is off by" in out) == isinstance(arm, wrong)
+        assert (f"{name} gets no figure: its output and gradients of q, k and v are off by" in out) == isinstance(
+            arm, wrong
+        )
 
 
 @pytest.mark.parametrize(("name", "module"), bench.COMMANDS.items())
@@ -127,10 +129,8 @@ def test_the_readme_shows_the_committed_runs() -> None:
     readme, lengths = (ROOT / "README.md").read_text(), json.loads((COMMITTED / "models.json").read_text())["lengths"]
     assert models.break_even(lengths["results"]) == lengths["break_even"]
     assert all(f"- {found['says']}\n" in readme for found in lengths["break_even"])
-    headline = re.search(
-        r"\*\*B, H, n, d, D = 4, 2, 4,096.*?\n\n.*?\n\n", (COMMITTED / "attention.md").read_text(), re.S
-    )
-    assert headline[0] in readme
+    table = (COMMITTED / "attention.md").read_text()
+    assert re.search(r"\*\*B, H, n, d, D = 4, 2, 4,096.*?\n\n.*?\n\n", table, re.DOTALL)[0] in readme
 
 
 @pytest.fixture
@@ -198,19 +198,21 @@ def test_the_memory_of_a_race_is_that_of_a_run(small: None, tmp_path: Path) -> N
     task = configs.build(config, "task.data", folder=str(tmp_path))
     trained = configs.build(config, "model", **asdict(task.spec))
     result = configs.build(config, "trainer").fit(trained, task, CPU, 0)
-    peak, estimated = models.peak("rfa", task.spec, next(models.real(task, 4, CPU)), CPU)
-    assert not estimated
-    assert peak == pytest.approx(result.peaks["peak_bytes"], rel=0.01)
+    ((label, _, spec, batches),) = models.batches_of("listops-real", None, str(tmp_path), CPU)
+    plans, said = models.plan_steps(label, spec, ["rfa"], next(batches), CPU)
+    assert (plans["rfa"].peak_bytes, said) == (pytest.approx(result.peaks["peak_bytes"], rel=0.01), [])
 
 
 def test_what_is_estimated_of_the_memory_is_what_it_takes(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From batches of one and two, for eight."""
     spec = text.spec(128)
-    batch = next(models.full(spec, 8, 128, CPU))
-    takes, estimated = models.peak("transformer", spec, batch, CPU)
-    assert not estimated
-    monkeypatch.setattr(models.devices, "free_bytes", lambda device: 0)
-    assert models.peak("transformer", spec, batch, CPU) == (pytest.approx(takes, rel=0.05), True)
+    planned = partial(models.plan_steps, "full", spec, ["transformer"], next(models.full(spec, 8, 128, CPU)), CPU)
+    ((takes, *_),), said = planned()[0].values(), planned()[1]
+    assert not said
+    monkeypatch.setattr(models.devices, "free_bytes", lambda device: takes)
+    plans, (said,) = planned()
+    assert plans["transformer"].peak_bytes == pytest.approx(takes, rel=0.05)
+    assert "(estimated from batches of 1 and 2), and only" in said
 
 
 def test_a_step_that_does_not_fit_takes_a_part_of_the_batch_and_its_time_is_scaled(
@@ -260,7 +262,12 @@ def test_a_part_is_half_of_a_half_until_it_fits(need: int, part: int) -> None:
 
 def test_who_does_not_fit_is_left_out_and_named(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with one of the four examples: the others race, with those of --models; their ratios to it are dashes."""
-    monkeypatch.setattr(models, "peak", lambda name, *_: ((1000 if name == "transformer" else 100) * 2**20, False))
+
+    def peak(self: models.Trained, *batch: Tensor) -> int:
+        explicit = any(getattr(part, "implementation", "") == "explicit" for part in self.model.modules())
+        return (1000 if explicit else 100) * 2**20
+
+    monkeypatch.setattr(models.Trained, "peak", peak)
     monkeypatch.setattr(models.devices, "free_bytes", lambda device: models.SPREAD * 200 * 2**20)
     settings = "text-real", "listops-full"
     found = report(tmp_path, "models", "--rounds", "1", "--models", "macformer_inv,rfa", "--settings", *settings)
@@ -268,7 +275,7 @@ def test_who_does_not_fit_is_left_out_and_named(small: None, tmp_path: Path, mon
     assert "text-full is left out: --settings does not name it." in found["left_out"]
     assert "text-real is left out: it needs --imdb (make bench IMDB=path)." in found["left_out"]
     table = (tmp_path / "models.md").read_text()
-    needs = "listops-full: a step of transformer on 4 examples needs 1,000 MiB"
+    needs = "listops-full: a step of transformer on 4 examples needs 1,000 MiB (estimated from batches of 1 and 2)"
     assert f"{needs}, and only 200 MiB are free: not even one fits.\n" in table
     assert re.search(r"^\| rfa \| [^|]+ \| - \|", table, re.MULTILINE)
 

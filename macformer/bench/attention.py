@@ -39,7 +39,6 @@ HEAD_DIM, FEATURES, KEPT = 32, 128, 0.9  # the share of keys that the mask keeps
 MANY, ONE = (4, 2), (1, 1)  # B, H up to n = 4096; beyond, where the n x n weights of eight heads do not fit any more
 LONGEST = 4096  # with MANY
 CHECKED = [193, 3000]  # lengths at which every draw is compared with its definition: the longer goes another way
-TOLERANCES = {"output": 1e-5, "gradient of q": 1e-4, "gradient of k": 1e-4, "gradient of v": 1e-4}
 TURN = 0.3  # seconds that an attention is called for when it is its turn, if one call does not take longer
 SOFTMAX = {
     "explicit": SoftmaxAttention(),
@@ -51,6 +50,7 @@ BASELINES = {"explicit": "explicit", "sdpa": "SDPA", "plain": "plain torch", "pl
 LENGTHS = {"attention": [2**i for i in range(8, 15)], "core": [1024, 2048, 4096]}
 ROUNDS = {"attention": 5, "core": 15}
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Draws = dict[str, list[nn.Module]]  # of each attention one for each round, the warm-up first
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, mask
 
 
@@ -126,25 +126,15 @@ def fault(name: str, draws: list[nn.Module], device: torch.device) -> str:
     for attention, n in itertools.product(set(draws), CHECKED):
         ours = run(attention, inputs(1, 2, n, device))
         exact = run(partial(definition, attention), inputs(1, 2, n, device, torch.float64))
-        for (what, tolerance), x, right in zip(TOLERANCES.items(), ours, exact, strict=True):
-            off = float((x - right).abs().max() / right.abs().max())
-            if not off < tolerance:
-                return f"the {what} is off by {off:.1e} at n = {n:,}"
+        off = [float((x - right).abs().max() / right.abs().max()) for x, right in zip(ours, exact, strict=True)]
+        if not (off[0] < 1e-5 and all(each < 1e-4 for each in off[1:])):
+            numbers = ", ".join(f"{each:.1e}" for each in off)
+            return f"its output and gradients of q, k and v are off by {numbers} at n = {n:,}"
     sdpa, explicit = (flop_of_a_head(SOFTMAX[softmax], CHECKED[0], device) for softmax in ("sdpa", "explicit"))
     return "torch does not take its fused kernel" if name == "sdpa" and sdpa == explicit else ""
 
 
-def peak(attention: nn.Module, data: Inputs, device: torch.device) -> int:
-    """Peak of live bytes beyond what lives already."""
-    run(attention, data)  # what it keeps for good it has now
-    gc.collect()
-    before = torch.cuda.memory_allocated(device) if devices.is_cuda(device) else 0
-    return devices.peak_bytes(device, [], partial(run, attention, data)) - before
-
-
-def race_shape(
-    draws: dict[str, list[nn.Module]], rounds: int, B: int, H: int, n: int, device: torch.device
-) -> dict[str, Any]:
+def race_shape(draws: Draws, rounds: int, B: int, H: int, n: int, device: torch.device) -> dict[str, Any]:
     """Seconds and FLOP of each attention and the matmul rate in each round; peak bytes of the draw with most FLOP."""
     data, measured = inputs(B, H, n, device), {}
 
@@ -152,11 +142,15 @@ def race_shape(
         return {name: partial(run, each[number], data) for name, each in draws.items()}
 
     label = f"B, H, n = {B}, {H}, {n:,}"
-    seconds, rates = bench.race_beside_matmul(arms, rounds, device, seconds=TURN, seed=n, label=label)
+    seconds, rates = bench.race_with_rate(arms, rounds, device, seconds=TURN, seed=n, label=label)
     for name, each in draws.items():
         flop = [B * H * flop_of_a_head(draw, n, device) for draw in each]
-        memory = peak(each[flop.index(max(flop))], data, device)
-        measured[name] = {"seconds": seconds[name], "flop": flop[1:], "peak_bytes": memory}
+        work = partial(run, each[flop.index(max(flop))], data)
+        work()  # what it keeps for good it has now
+        gc.collect()
+        before = torch.cuda.memory_allocated(device) if devices.is_cuda(device) else 0
+        peak = devices.peak_bytes(device, [], work) - before
+        measured[name] = {"seconds": seconds[name], "flop": flop[1:], "peak_bytes": peak}
     shape = {"B": B, "H": H, "n": n, "d": HEAD_DIM, "D": FEATURES}
     return {"shape": shape, "matmul_rate": rates, "arms": measured}
 
@@ -166,19 +160,17 @@ def table(report: dict[str, Any]) -> str:
     parts = [f"{name} gets no figure: {why}.\n" for name, why in report["no_figure"].items()]
     for result in report["results"]:
         arms, rate, rows = result["arms"], median(result["matmul_rate"]), []
-        baselines = [to for to in BASELINES if to in arms]
         for name, arm in arms.items():
             row = {"attention": name, "ms (range)": bench.milliseconds(arms, name, ".3g")}
-            for to in baselines:
-                faster = "times faster " * (to == baselines[0])
+            for to in (to for to in BASELINES if to in arms):
+                faster = "times faster " * (len(row) == 2)
                 row[f"{faster}than {BASELINES[to]} (range)"] = bench.with_range(bench.ratios(arms, to, name))
             row |= {"peak MiB": f"{arm['peak_bytes'] / 2**20:.1f}", "GFLOP": f"{median(arm['flop']) / 1e9:.3g}"}
             reached = median(flop / seconds for flop, seconds in zip(arm["flop"], arm["seconds"], strict=True))
             rows.append(row | {"of matmul rate": f"{reached / rate:.0%}"})
         title = "B, H, n, d, D = {B}, {H}, {n:,}, {d}, {D}".format(**result["shape"])
-        parts.append(
-            bench.section(title, f"{result['allocator']} allocator; matmul rate {rate / 1e9:.0f} GFLOP/s", rows)
-        )
+        details = f"{result['allocator']} allocator; matmul rate {rate / 1e9:.0f} GFLOP/s"
+        parts.append(bench.section(title, details, rows))
     return "\n".join(parts)
 
 

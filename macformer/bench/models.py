@@ -23,7 +23,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lra_data import listops, retrieval, text
-from lra_data.base import Task, TaskSpec
+from lra_data.base import TaskSpec
 from macformer.bench import race as bench
 from macformer.harness import config as configs
 from macformer.harness import device as devices
@@ -49,15 +49,13 @@ TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 OVER_LENGTHS = ("rfa", "macformer_exp")  # the other kernels take as long
 MEASURED = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
 SPREAD = 3  # resident bytes to live ones, at most, as kept memory is split up (docs/log.md)
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor]  # ids, labels
+compose = cache(configs.compose)  # takes longer than some steps
 
 
 class Identity(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         return v
-
-
-compose = cache(configs.compose)  # takes longer than some steps
 
 
 def model(name: str, spec: TaskSpec) -> nn.Module:
@@ -106,10 +104,10 @@ class Trained:
 class Plan(NamedTuple):
     """How much of a batch one model takes in a step, so that the step needs at most `free` bytes."""
 
-    peak_bytes: int  # of a pass over the longest batch
+    peak_bytes: int  # of forward and backward on the longest batch
     examples: int
     longest: int
-    free: float
+    free: float  # for a step, whose freed memory is kept
 
     def part(self, n: int) -> int:
         """How many examples of length n: all, half, a quarter ... or none. What is large is the n x n weights."""
@@ -119,37 +117,34 @@ class Plan(NamedTuple):
         return part
 
 
-def peak(name: str, spec: TaskSpec, batch: Batch, device: torch.device) -> tuple[int, bool]:
-    """Peak bytes of a pass over the batch, no other model alive; whether they are estimated, as it would not fit."""
-    trained = Trained(model(name, spec), device)
-    need, free = trained.estimate_peak(*batch, len(batch[0])), devices.free_bytes(device)
-    too_much = free is not None and need > MEASURED * free
-    return need if too_much else trained.peak(*batch), too_much
-
-
 def plan_steps(
     setting: str, spec: TaskSpec, names: Iterable[str], batch: Batch, device: torch.device
 ) -> tuple[dict[str, Plan], list[str]]:
-    """Plan the steps of the models that fit; a sentence for each that takes a part of the batch, or does not fit."""
+    """Plan the steps of the models that fit; a sentence for each that takes a part of the batch, or does not fit.
+
+    The peak is that of one model, no other alive. Where the whole batch would not fit, it is estimated.
+    """
     devices.keep_freed(False)
     examples, *_, n = batch[0].shape
-    left = devices.free_bytes(device)
-    plans, said, free = {}, [], math.inf if left is None else left / SPREAD
+    plans, said, bytes_left = {}, [], devices.free_bytes(device)
+    left = math.inf if bytes_left is None else bytes_left
     for name in names:
         try:
-            need, estimated = peak(name, spec, batch, device)
+            trained = Trained(model(name, spec), device)
+            need = trained.estimate_peak(*batch, examples)
+            estimated = need > MEASURED * left
+            plan = Plan(need if estimated else trained.peak(*batch), examples, n, left / SPREAD)
         except (RuntimeError, MemoryError) as error:
             if not devices.is_out_of_memory(error):
                 raise
             said.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
             continue
-        plan = Plan(need, examples, n, free)
         if (part := plan.part(n)) < examples:
             or_more = " or more, by the length," * setting.endswith("real")
             outcome = f"it is timed on {part}{or_more} of them and scaled" if part else "not even one fits"
-            needs = mebibytes(need) + " (estimated from batches of 1 and 2)" * estimated
-            only = f"and only {mebibytes(int(free))} are free: {outcome}."
-            said.append(f"{setting}: a step of {name} on {examples} examples needs {needs}, {only}")
+            needs = mebibytes(plan.peak_bytes) + " (estimated from batches of 1 and 2)" * estimated
+            only = f"only {mebibytes(int(plan.free))} are free: {outcome}."
+            said.append(f"{setting}: a step of {name} on {examples} examples needs {needs}, and {only}")
         if part:
             plans[name] = plan
     devices.keep_freed(True)
@@ -171,7 +166,7 @@ def race_steps(
         parts = {name: plan.part(ids.shape[-1]) for name, plan in plans.items()}
         return {name: partial(trained[name].step, ids[:part], labels[:part]) for name, part in parts.items()}
 
-    seconds, rates = bench.race_beside_matmul(arms, rounds, device, label=setting)
+    seconds, rates = bench.race_with_rate(arms, rounds, device, label=setting)
     del shapes[0]
     lengths, measured = [n for _, n in shapes], {}
     for name, plan in plans.items():
@@ -187,14 +182,6 @@ def race_steps(
     return {"shapes": shapes, "matmul_rate": rates, "arms": measured, "left_out": said}
 
 
-def real(task: Task, batch_size: int, device: torch.device) -> Iterator[Batch]:
-    """The longest batch, for memory; then batches as the trainer makes them with pad=trim, bucket=true."""
-    order, train = task.order(batch_size, seed=0, bucket=True), task.splits["train"]
-    longest = np.resize(np.argsort(-train.lengths, kind="stable"), batch_size)
-    chosen = itertools.chain([longest], (order.indices(step) for step in itertools.count()))
-    return cast(Iterator[Batch], devices.feed(device, (train.batch(indices, trim=True) for indices in chosen)))
-
-
 def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Iterator[Batch]:
     """Random ids, nothing padded."""
     rng, shape = np.random.default_rng(0), (batch_size, 2, n) if spec.paired else (batch_size, n)
@@ -206,28 +193,34 @@ def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Itera
 
 def batches_of(
     setting: str, imdb: str | None, folder: str, device: torch.device
-) -> tuple[TaskSpec, dict[str, Any], Iterator[Batch]]:
-    """A task, its sizes those of its YAML, as TASK-real or TASK-full has it."""
-    name, _, kind = setting.partition("-")
+) -> Iterator[tuple[str, dict[str, Any], TaskSpec, Iterator[Batch]]]:
+    """The parts of a setting: a label, keys for the report, the task, its sizes those of its YAML, and the batches."""
+    name, kind = setting.split("-") if "-" in setting else ("text", setting)
     config = configs.compose(f"task={name}")
     size, spec, trim = config.task.batch_size, TASKS[name].spec(config.task.data.length), kind == "real"
+    if kind == "lengths":
+        for n in LENGTHS:
+            yield f"lengths, n = {n:,}", {"n": n}, spec, full(spec, TOKENS // n, n, device)
+        return
     shape = {"task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": size}
-    if not trim:
-        return spec, shape, full(spec, size, spec.length, device)
-    config.task.data.examples = EXAMPLES
-    task = configs.build(config, "task.data", folder=folder, origin=imdb if name == "text" else None)
-    return spec, shape, real(task, size, device)
+    batches: Iterator[Any] = full(spec, size, spec.length, device)
+    if trim:
+        config.task.data.examples = EXAMPLES
+        task = configs.build(config, "task.data", folder=folder, origin=imdb if name == "text" else None)
+        order, train = task.order(size, seed=0, bucket=True), task.splits["train"]
+        longest = np.resize(np.argsort(-train.lengths, kind="stable"), size)
+        chosen = itertools.chain([longest], (order.indices(step) for step in itertools.count()))
+        batches = devices.feed(device, (train.batch(indices, trim=True) for indices in chosen))
+    yield setting, {"setting": setting} | shape, spec, batches
 
 
 def crossing(lengths: Sequence[int], ratios: Sequence[float]) -> float:
     """From which length on the ratios are below 1, interpolated in log n: 0 if all are, inf if the last is not."""
-    if ratios[-1] >= 1:
-        return math.inf
-    for i in reversed(range(len(lengths) - 1)):
-        if ratios[i] >= 1:
-            share = (ratios[i] - 1) / (ratios[i] - ratios[i + 1])
-            return lengths[i] * (lengths[i + 1] / lengths[i]) ** share
-    return 0.0
+    last = max((i for i, ratio in enumerate(ratios) if ratio >= 1), default=-1)
+    if last in (-1, len(lengths) - 1):
+        return 0.0 if last == -1 else math.inf
+    (n, longer), (above, below) = lengths[last : last + 2], ratios[last : last + 2]
+    return n * (longer / n) ** ((above - 1) / (above - below))
 
 
 def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -256,29 +249,27 @@ def table(report: dict[str, Any]) -> str:
     parts = [f"{line}\n" for line in report["left_out"]]
     for result in report["results"]:
         lengths, rates, arms, rows = [n for _, n in result["shapes"]], result["matmul_rate"], result["arms"], []
-        details = (
-            f"batches of {result['batch_size']}, padded to {min(lengths):,}-{max(lengths):,}, "
-            f"median {median(lengths):,.0f}; matmul rate {median(rates) / 1e9:.0f} GFLOP/s; rounds: {len(lengths)}"
-        )
         for name, arm in arms.items():
-            share = median(f / s / rate for f, s, rate in zip(arm["flop"], arm["seconds"], rates, strict=True))
-            memory = f"{arm['peak_bytes'] / arms[BASELINES[0]]['peak_bytes']:.3g}" if BASELINES[0] in arms else "-"
             row = {"model": name, "ms (range)": bench.milliseconds(arms, name, ".0f")}
             row |= {f"time / {to} (range)": bench.with_range(bench.ratios(arms, name, to)) for to in BASELINES}
-            row |= {"peak MiB": f"{arm['peak_bytes'] / 2**20:,.0f}", "memory / transformer": memory}
+            row["peak MiB"] = f"{arm['peak_bytes'] / 2**20:,.0f}"
+            of_baseline = arm["peak_bytes"] / arms[BASELINES[0]]["peak_bytes"] if BASELINES[0] in arms else None
+            row[f"memory / {BASELINES[0]}"] = f"{of_baseline:.3g}" if of_baseline else "-"
+            share = median(f / s / rate for f, s, rate in zip(arm["flop"], arm["seconds"], rates, strict=True))
             rows.append(row | {"of matmul rate": f"{share:.0%}"})
-        parts.append(bench.section(result["setting"], details, rows))
+        padded = f"padded to {min(lengths):,}-{max(lengths):,}, median {median(lengths):,.0f}"
+        rate = f"matmul rate {median(rates) / 1e9:.0f} GFLOP/s; rounds: {len(lengths)}"
+        parts.append(bench.section(result["setting"], f"batches of {result['batch_size']}, {padded}; {rate}", rows))
     if results := report["lengths"]["results"]:
-        break_evens, rows = report["lengths"]["break_even"], []
+        says, rows = report["lengths"]["break_even"], []
         names = dict.fromkeys(name for result in results for name in result["arms"])
-        for n, arms in ((result["n"], result["arms"]) for result in results):
+        for n, arms in (result.values() for result in results):
             row = {"n": f"{n:,}"} | {name: bench.milliseconds(arms, name, ".0f") for name in names}
-            for model, to in ((found["model"], found["baseline"]) for found in break_evens):
-                row[f"{model} / {to}"] = bench.with_range(bench.ratios(arms, model, to))
-            rows.append(row)
+            pairs = ((found["model"], found["baseline"]) for found in says)
+            rows.append(row | {" / ".join(pair): bench.with_range(bench.ratios(arms, *pair)) for pair in pairs})
         details = f"{report['lengths']['tokens']:,} tokens a batch, Text's encoder; ms and ratios of time, with ranges"
         parts.append(bench.section("lengths", details, rows, "--:"))
-        parts.append("".join(f"- {found['says']}\n" for found in break_evens))
+        parts.append("".join(f"- {found['says']}\n" for found in says))
     return "\n".join(parts)
 
 
@@ -295,19 +286,15 @@ def measure(options: Namespace, device: torch.device) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for setting in (setting for setting in SETTINGS if setting not in absent):
             rounds = options.rounds or ROUNDS[setting.rpartition("-")[2]]
-            if setting != "lengths":
-                spec, shape, batches = batches_of(setting, options.imdb, folder, device)
-                measured = race_steps(setting, spec, names, batches, rounds, device)
+            for label, keys, spec, batches in batches_of(setting, options.imdb, folder, device):
+                if setting == "lengths":
+                    measured = race_steps(label, spec, over_lengths, batches, rounds, device)
+                    seconds = {name: {"seconds": arm["seconds"]} for name, arm in measured["arms"].items()}
+                    lengths.append(keys | {"arms": seconds})
+                else:
+                    measured = race_steps(label, spec, names, batches, rounds, device)
+                    results.append(keys | measured)
                 left_out += measured.pop("left_out")
-                results.append({"setting": setting, **shape, **measured})
-                continue
-            spec = text.spec(configs.compose("task=text").task.data.length)
-            for n in LENGTHS:
-                batches = full(spec, TOKENS // n, n, device)
-                measured = race_steps(f"lengths, n = {n:,}", spec, over_lengths, batches, rounds, device)
-                left_out += measured["left_out"]
-                arms = {name: {"seconds": arm["seconds"]} for name, arm in measured["arms"].items()}
-                lengths.append({"n": n, "arms": arms})
     provenance = bench.provenance(device, devices.choose_precision("auto", device))
     over_length = {"tokens": TOKENS, "results": lengths, "break_even": break_even(lengths)}
     return provenance | {"left_out": left_out, "results": results, "lengths": over_length}

@@ -17,7 +17,8 @@ from macformer.harness import record as records
 
 SQUARE, PRODUCTS = 1024, 4  # of the arm `matmul`
 MATMUL_FLOP = PRODUCTS * 2 * SQUARE**3
-Arms = Callable[[int], Mapping[str, Callable[[], Any]]]
+Arms = Callable[[int], Mapping[str, Callable[[], Any]]]  # of a round
+Samples = dict[str, list[float]]
 
 
 def race(
@@ -50,10 +51,8 @@ def race(
             yield taken
 
 
-def race_beside_matmul(
-    arms: Arms, rounds: int, device: torch.device, **options: Any
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Race the arms beside `matmul`: the seconds of each arm, and the FLOP a second of `matmul`, in each round."""
+def race_with_rate(arms: Arms, rounds: int, device: torch.device, **options: Any) -> tuple[Samples, list[float]]:
+    """Race the arms and `matmul`: the seconds of each arm, and the FLOP a second of `matmul`, in each round."""
     multiply = matmul(device)
     taken = list(race(lambda number: {"matmul": multiply, **arms(number)}, rounds, device, **options))
     seconds = {name: [each[name] for each in taken] for name in taken[0]}
