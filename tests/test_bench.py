@@ -26,12 +26,25 @@ COMMITTED = ROOT / "results" / "bench"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of one call, and no long check: tests/unit/test_linear.py has it. The allocator stays as it is."""
-    monkeypatch.setattr(attention, "TURN", 0.0)
-    monkeypatch.setattr(attention, "CHECKED", [193])
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of one call, no long check (tests/unit/test_linear.py has it), short tasks; the allocator as it is."""
+    whole = configs.compose
+
+    def composed(*overrides: str) -> DictConfig:
+        config = whole(*overrides)
+        config.task.batch_size, config.task.data.length, config.task.data.max_length = 4, 128, 100
+        if config.task.name == "listops":
+            config.task.data.min_length = 10
+        return config
+
+    monkeypatch.setattr(configs, "compose", composed)
     monkeypatch.setattr(models.devices, "prepare", lambda device, threads: None)
     monkeypatch.setattr(models.devices, "keep_freed", lambda keep: None)
+    monkeypatch.setattr(attention, "TURN", 0.0)
+    monkeypatch.setattr(attention, "CHECKED", [193])
+    monkeypatch.setattr(models, "EXAMPLES", {"train": 64, "dev": 1, "test": 1})
+    monkeypatch.setattr(models, "TOKENS", 256)
+    monkeypatch.setattr(models, "LENGTHS", [64, 128])
 
 
 def report(folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -112,55 +125,31 @@ def test_what_is_wrong_gets_no_figure(
     right = wrong.forward
     monkeypatch.setattr(wrong, "forward", lambda self, q, k, v, mask: right(self, q, k, v, torch.ones_like(mask)))
     (result,) = report(tmp_path, command, "--lengths", "64", "--rounds", "1", code=1)["results"]
-    out = capsys.readouterr().out
-    for name, arm in attention.attentions(0, command).items():
-        assert (name not in result["arms"]) == isinstance(arm, wrong)
-        assert (f"{name} gets no figure: its output and gradients of q, k and v are off by" in out) == isinstance(
-            arm, wrong
-        )
+    every = attention.attentions(0, command)
+    named = re.findall(r"(\w+) gets no figure: its output and gradients of q, k and v are off", capsys.readouterr().out)
+    assert named == [name for name, arm in every.items() if isinstance(arm, wrong)]
+    assert list(result["arms"]) == [name for name in every if name not in named]
 
 
-@pytest.mark.parametrize(("name", "module"), bench.COMMANDS.items())
-def test_the_committed_table_is_that_of_the_committed_run(name: str, module: Any) -> None:
-    assert (COMMITTED / f"{name}.md").read_text() == module.table(json.loads((COMMITTED / f"{name}.json").read_text()))
-
-
-def test_the_readme_shows_the_committed_runs() -> None:
-    readme, lengths = (ROOT / "README.md").read_text(), json.loads((COMMITTED / "models.json").read_text())["lengths"]
+def test_tables_and_the_readme_are_those_of_the_committed_runs() -> None:
+    found = {name: json.loads((COMMITTED / f"{name}.json").read_text()) for name in bench.COMMANDS}
+    tables = {name: module.table(found[name]) for name, module in bench.COMMANDS.items()}
+    assert tables == {name: (COMMITTED / f"{name}.md").read_text() for name in tables}
+    readme, lengths = (ROOT / "README.md").read_text(), found["models"]["lengths"]
     assert models.break_even(lengths["results"]) == lengths["break_even"]
     assert all(f"- {found['says']}\n" in readme for found in lengths["break_even"])
-    table = (COMMITTED / "attention.md").read_text()
-    assert re.search(r"\*\*B, H, n, d, D = 4, 2, 4,096.*?\n\n.*?\n\n", table, re.DOTALL)[0] in readme
+    assert re.search(r"\*\*B, H, n, d, D = 4, 2, 4,096.*?\n\n.*?\n\n", tables["attention"], re.DOTALL)[0] in readme
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every task, short: the sizes come from the configuration."""
-    whole = configs.compose
-
-    def composed(*overrides: str) -> DictConfig:
-        config = whole(*overrides)
-        config.task.batch_size, config.task.data.length, config.task.data.max_length = 4, 128, 100
-        if config.task.name == "listops":
-            config.task.data.min_length = 10
-        return config
-
-    monkeypatch.setattr(configs, "compose", composed)
-    monkeypatch.setattr(models, "EXAMPLES", {"train": 64, "dev": 1, "test": 1})
-    monkeypatch.setattr(models, "TOKENS", 256)
-    monkeypatch.setattr(models, "LENGTHS", [64, 128])
-
-
-def test_models_race_on_every_task(
-    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], sources: Path
-) -> None:
+def test_models_race_on_every_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], sources: Path) -> None:
     """All settings, one round: the keys that the table reads, and a figure for every model."""
     found = report(tmp_path, "models", "--rounds", "1", "--imdb", str(sources / "aclImdb_v1.tar.gz"))
     assert (found.keys(), found["left_out"]) == ({"code", "environment", "left_out", "results", "lengths"}, [])
     names = [*models.TRUNKS, *models.BASELINES, *list(models.PAPER["accuracy"]["text"])[1:]]
-    assert [result["setting"] for result in found["results"]] == list(models.SETTINGS[:-1])
-    for result in found["results"]:
-        task, _, kind = result["setting"].partition("-")
+    raced = {result["setting"]: result for result in found["results"]}
+    assert list(raced) == list(models.SETTINGS[:-1])
+    for setting, result in raced.items():
+        task, _, kind = setting.partition("-")
         trim = kind == "real"
         assert (result["task"], result["padding"], result["bucket"]) == (task, "trim" if trim else "full", trim)
         ((B, n),) = result["shapes"]
@@ -171,27 +160,25 @@ def test_models_race_on_every_task(
             assert arm.keys() == {"seconds", "examples", "flop", "peak_bytes"}
             assert (arm["examples"], len(arm["seconds"]), len(arm["flop"])) == ([4], 1, 1)
             assert min(*arm["seconds"], *arm["flop"], arm["peak_bytes"]) > 0
-    arms = {result["setting"]: result["arms"] for result in found["results"]}
-    for name in names:  # two texts a pair, and a wider head
-        assert arms["retrieval-full"][name]["flop"][0] == pytest.approx(
-            2 * arms["text-full"][name]["flop"][0], rel=0.01
-        )
-    peaks = {name: arms["text-full"][name]["peak_bytes"] for name in models.BASELINES}
-    assert peaks["transformer_sdpa"] < peaks["transformer_checkpointed"] < peaks["transformer"]
+    one, two = (
+        [raced[setting]["arms"][name]["flop"][0] for name in names] for setting in ("text-full", "retrieval-full")
+    )
+    assert two == pytest.approx([2 * flop for flop in one], rel=0.01)  # two texts a pair, and a wider head
+    explicit, checkpointed, sdpa = (raced["text-full"]["arms"][name]["peak_bytes"] for name in models.BASELINES)
+    assert sdpa < checkpointed < explicit
     lengths = found["lengths"]
     assert (lengths["tokens"], [result["n"] for result in lengths["results"]]) == (256, [64, 128])
     arms_over_length = [arm for result in lengths["results"] for arm in result["arms"].values()]
     assert all(arm.keys() == {"seconds"} and len(arm["seconds"]) == 1 for arm in arms_over_length)
-    assert [crossing.keys() for crossing in lengths["break_even"]] == 4 * [
-        {"model", "baseline", "n", "low", "high", "says"}
-    ]
+    keys = {"model", "baseline", "n", "low", "high", "says"}
+    assert [crossing.keys() for crossing in lengths["break_even"]] == [keys] * 4
     table = (tmp_path / "models.md").read_text()
     assert table in capsys.readouterr().out
     assert all(crossing["says"] in table for crossing in lengths["break_even"])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["models.json", "models.md"]
 
 
-def test_the_memory_of_a_race_is_that_of_a_run(small: None, tmp_path: Path) -> None:
+def test_the_memory_of_a_race_is_that_of_a_run(tmp_path: Path) -> None:
     """Bytes, the same in every run: what the trainer records for the same task, model and batch."""
     config = configs.compose("task=listops", "model=rfa", "trainer=smoke", "pad=trim", "trainer.dev_examples=1")
     config.trainer.batch_size, config.task.data.examples = 4, models.EXAMPLES
@@ -203,11 +190,12 @@ def test_the_memory_of_a_race_is_that_of_a_run(small: None, tmp_path: Path) -> N
     assert (plans["rfa"].peak_bytes, said) == (pytest.approx(result.peaks["peak_bytes"], rel=0.01), [])
 
 
-def test_what_is_estimated_of_the_memory_is_what_it_takes(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_estimated_of_the_memory_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """From batches of one and two, for eight."""
     spec = text.spec(128)
     planned = partial(models.plan_steps, "full", spec, ["transformer"], next(models.full(spec, 8, 128, CPU)), CPU)
-    ((takes, *_),), said = planned()[0].values(), planned()[1]
+    plans, said = planned()
+    takes = plans["transformer"].peak_bytes
     assert not said
     monkeypatch.setattr(models.devices, "free_bytes", lambda device: takes)
     plans, (said,) = planned()
@@ -216,7 +204,7 @@ def test_what_is_estimated_of_the_memory_is_what_it_takes(small: None, monkeypat
 
 
 def test_a_step_that_does_not_fit_takes_a_part_of_the_batch_and_its_time_is_scaled(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for two of four examples of explicit softmax. On this clock a step takes 1 an example, all else nearly 0."""
     clock, step = [0.0], models.Trained.step
@@ -229,16 +217,16 @@ def test_a_step_that_does_not_fit_takes_a_part_of_the_batch_and_its_time_is_scal
         clock[0] += 1e-6
         return clock[0]
 
-    def raced() -> tuple[dict[str, Any], list[str]]:
+    def raced() -> tuple[dict[str, Any], str]:
         found = report(tmp_path, "models", "--rounds", "2", "--settings", "listops-full", "--models", "rfa")
-        said = [line for line in found["left_out"] if line.startswith("listops-full")]
-        return found["results"][0]["arms"], said
+        return found["results"][0]["arms"], "\n".join(found["left_out"])
 
     monkeypatch.setattr(models.Trained, "step", by_the_clock)
     monkeypatch.setattr(models.devices, "now", now)
-    whole, nothing = raced()
-    assert not nothing
+    whole, said = raced()
+    assert "a step of" not in said
     room = 0.9 * whole["transformer"]["peak_bytes"]
+    assert whole["rfa"]["peak_bytes"] < room
     monkeypatch.setattr(models.devices, "free_bytes", lambda device: int(models.SPREAD * room))
     parts, said = raced()
     assert parts.keys() == whole.keys()
@@ -248,9 +236,8 @@ def test_a_step_that_does_not_fit_takes_a_part_of_the_batch_and_its_time_is_scal
         assert (whole[name]["examples"], arm["examples"]) == ([4, 4], [2, 2] if halved else [4, 4])
         assert (arm["flop"], arm["peak_bytes"]) == (whole[name]["flop"], whole[name]["peak_bytes"])
         needs = f"listops-full: a step of {name} on 4 examples needs {arm['peak_bytes'] / 2**20:,.0f} MiB, and only"
-        assert halved == any(line.startswith(needs) for line in said)
-    assert said[0].endswith("are free: it is timed on 2 of them and scaled.")
-    assert whole["rfa"]["peak_bytes"] < room
+        assert halved == (needs in said)
+    assert "are free: it is timed on 2 of them and scaled." in said
 
 
 @pytest.mark.parametrize(("need", "part"), [(100, 12), (101, 6), (200, 6), (399, 3), (401, 1), (1200, 1), (1201, 0)])
@@ -260,7 +247,7 @@ def test_a_part_is_half_of_a_half_until_it_fits(need: int, part: int) -> None:
     assert models.Plan(4 * need, examples=12, longest=64, free=100).part(32) == part
 
 
-def test_who_does_not_fit_is_left_out_and_named(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_fit_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with one of the four examples: the others race, with those of --models; their ratios to it are dashes."""
 
     def peak(self: models.Trained, *batch: Tensor) -> int:
@@ -280,7 +267,7 @@ def test_who_does_not_fit_is_left_out_and_named(small: None, tmp_path: Path, mon
     assert re.search(r"^\| rfa \| [^|]+ \| - \|", table, re.MULTILINE)
 
 
-def test_another_error_is_no_lack_of_memory(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_no_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.Trained, "peak", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         report(tmp_path, "models", "--rounds", "1", "--settings", "listops-full")
@@ -296,7 +283,7 @@ def test_another_error_is_no_lack_of_memory(small: None, tmp_path: Path, monkeyp
     ],
 )
 def test_bad_input_is_one_sentence(
-    arguments: list[str], says: str, small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         report(tmp_path, "models", *arguments)
@@ -307,23 +294,21 @@ def test_bad_input_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("ratios", "numbers", "says"),  # of macformer_exp to SDPA, by round, at 64, 128, ...; n, lowest, highest
-    [
-        # a quarter, half and three quarters of the way in log n
-        (([1.25, 1.5, 1.75], [0.25, 0.5, 0.75]), (90.5, 76.1, 107.6), "from n = 91 on (single rounds: 76 to 108)"),
-        (([0.9], [0.5]), (None, None, None), "at every length measured (single rounds: below 64 to below 64)"),
-        (([2.0], [1.5]), (None, None, None), "at no length measured (single rounds: above 128 to above 128)"),
+    [  # a quarter, half and three quarters of the way in log n
+        (([1.25, 1.5, 1.75], [0.25, 0.5, 0.75]), [90.5, 76.1, 107.6], "from n = 91 on (single rounds: 76 to 108)"),
+        (([0.9], [0.5]), [None] * 3, "at every length measured (single rounds: below 64 to below 64)"),
+        (([2.0], [1.5]), [None] * 3, "at no length measured (single rounds: above 128 to above 128)"),
         # one round never gets there, another is there from the start
-        (([0.9, 1.5, 2.0], [0.8, 0.5, 1.1]), (105.0, None, None), "(single rounds: below 64 to above 128)"),
+        (([0.9, 1.5, 2.0], [0.8, 0.5, 1.1]), [105.0, None, None], "(single rounds: below 64 to above 128)"),
         # faster once, by chance, and then not: the last crossing counts
-        (([0.9], [1.5], [0.5]), (181.0, 181.0, 181.0), "from n = 181 on (single rounds: 181 to 181)"),
+        (([0.9], [1.5], [0.5]), [181.0] * 3, "from n = 181 on (single rounds: 181 to 181)"),
     ],
 )
-def test_the_break_even_length(ratios: Any, numbers: tuple[float | None, ...], says: str) -> None:
+def test_the_break_even_length(ratios: Any, numbers: list[float | None], says: str) -> None:
     ones = {"seconds": [1.0] * len(ratios[0])}
     arms = [{"macformer_exp": {"seconds": each}, "transformer_sdpa": ones} for each in ratios]
     (found,) = models.break_even([{"n": 64 * 2**i, "arms": each} for i, each in enumerate(arms)])
     assert (found["model"], found["baseline"]) == ("macformer_exp", "transformer_sdpa")
-    for key, number in zip(("n", "low", "high"), numbers, strict=True):
-        assert found[key] == (number if number is None else pytest.approx(number, abs=0.1))
+    assert [found[key] for key in ("n", "low", "high")] == [x and pytest.approx(x, abs=0.1) for x in numbers]
     assert says in found["says"]
     assert found["says"].startswith("macformer_exp is faster than transformer_sdpa ")

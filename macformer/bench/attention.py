@@ -80,14 +80,14 @@ class CheckpointedPlainTorch(PlainTorch):
 def attentions(seed: int, command: str = "attention") -> dict[str, nn.Module]:
     """What is benchmarked, without dropout. The seed changes only those with random features."""
 
-    def rmfa(sampling: Sampling = "paper", make: type[RMFAttention] = RMFAttention) -> RMFAttention:
-        return make(HEAD_DIM, FEATURES, sampling=sampling, generator=Generator().manual_seed(seed))
+    def draw(make: type[nn.Module], **given: str) -> nn.Module:
+        return make(HEAD_DIM, FEATURES, generator=Generator().manual_seed(seed), **given)
 
     if command == "core":
-        plain, checkpointed = rmfa(make=PlainTorch), rmfa(make=CheckpointedPlainTorch)
-        return {"rmfa_paper": rmfa(), "plain": plain, "plain_checkpoint": checkpointed}
-    rfa = RFAttention(HEAD_DIM, FEATURES, generator=Generator().manual_seed(seed))
-    return SOFTMAX | {"rfa": rfa} | {f"rmfa_{sampling}": rmfa(sampling) for sampling in get_args(Sampling)}
+        core = {"rmfa_paper": RMFAttention, "plain": PlainTorch, "plain_checkpoint": CheckpointedPlainTorch}
+        return {name: draw(make) for name, make in core.items()}
+    rmfa = {f"rmfa_{sampling}": draw(RMFAttention, sampling=sampling) for sampling in get_args(Sampling)}
+    return SOFTMAX | {"rfa": draw(RFAttention)} | rmfa
 
 
 def inputs(B: int, H: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Inputs:

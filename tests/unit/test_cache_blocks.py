@@ -56,8 +56,9 @@ def test_models_can_be_copied_and_pickled(composed: Compose) -> None:
         assert all(map(torch.equal, outcome(other, ids), expected))
 
 
-def test_dropout_follows_from_the_seed_of_torch_alone() -> None:
-    drop, x = Dropout(0.1), torch.ones(1001)
+def test_dropout_follows_from_the_seed_of_torch_alone_and_calls_are_independent() -> None:
+    """1e6 elements dropped twice: a covariance off by more than 5.5 standard errors has probability 4e-8."""
+    drop, x = Dropout(0.1), torch.ones(1_000_001)
     torch.manual_seed(0)
     first, second = drop(x), drop(x)
     torch.manual_seed(0)
@@ -65,10 +66,5 @@ def test_dropout_follows_from_the_seed_of_torch_alone() -> None:
         assert torch.equal(drop(x), first)
     assert torch.equal(drop(x), first)
     assert torch.equal(drop(x), second)
-
-
-def test_calls_of_dropout_are_independent() -> None:
-    """1e6 elements dropped twice: a covariance off by more than 5.5 standard errors has probability 4e-8."""
-    torch.manual_seed(0)
-    one, other = ((Dropout(0.1)(torch.ones(1_000_000)) > 0).double() - 0.9 for _ in range(2))
+    one, other = ((dropped > 0).double() - 0.9 for dropped in (first, second))
     assert abs(float((one * other).mean())) < 5.5 * 0.09 / 1e3
