@@ -12,11 +12,10 @@ key=value: as for train.py. Examples:
     python -m lra_data show text --index 3 --split dev protocol=clean
 """
 
-import argparse
 import json
-import os
 import sys
 import textwrap
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m lra_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser("python -m lra_data", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("prepare", "doctor", "show"))
     parser.add_argument("words", nargs="*", metavar="task | key=value", help="default: all tasks")
     parser.add_argument("--index", type=int, default=0, help="of the example to show, from 0")
@@ -60,9 +57,9 @@ def main() -> None:
             _, task = load(name, overrides + searched)
             if options.command == "show":
                 show(name, task, options.split, options.index)
-                continue
-            sizes = ", ".join(f"{split} {len(task.splits[split]):,}" for split in SPLITS)
-            print(f"{name} is ready ({task.source}): {sizes}; fingerprint {task.fingerprint[:8]}; in {task.home}")
+            else:
+                sizes = ", ".join(f"{split} {len(task.splits[split]):,}" for split in SPLITS)
+                print(f"{name} is ready ({task.source}): {sizes}; fingerprint {task.fingerprint[:8]}; in {task.home}")
     except (DataError, HydraException, OmegaConfBaseException, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
@@ -113,34 +110,15 @@ def doctor(name: str, overrides: list[str], searched: list[str]) -> bool:
         except (DataError, OSError) as error:
             print(f"{', '.join([name, *protocol])}: NOT READY. {error}\n")
             return False
-        if task.fingerprint in seen:  # some protocols do not change a task
-            continue
+        if task.fingerprint not in seen:  # some protocols do not change a task
+            usual = composed(name, [f"protocol={config.protocol.name}", *searched])
+            whole = config.task.data == usual.task.data  # as the YAML files have the data, not shortened
+            _examine(name, config.protocol.name, task, whole, Path(config.paths.results) / "floors.json")
         seen.add(task.fingerprint)
-        usual = composed(name, [f"protocol={config.protocol.name}", *searched])
-        entry: dict[str, Any] = {
-            "data_version": DATA_VERSION,
-            "task": name,
-            "protocol": config.protocol.name,
-            "whole": config.task.data == usual.task.data,  # as the YAML files have the data, not shortened
-            "source": task.source,
-            "fingerprint": task.fingerprint,
-            "train_examples": len(task.splits["train"]),
-        }
-        _print_summary(name, config.protocol.name, task)
-        for split, accuracies in baselines.measure(name, task).items():
-            count, best = len(task.splits[split]), max(accuracies.values())
-            entry |= {f"{split}_examples": count, f"{split}_accuracy": accuracies}
-            deviation = 100 * (best * (1 - best) / count) ** 0.5
-            scores = ", ".join(f"{title} {accuracy:.2%}" for title, accuracy in accuracies.items())
-            print(f"  baselines on {split} ({count:,} examples, standard error {deviation:.1f}): {scores}")
-        file = Path(config.paths.results) / "floors.json"
-        with lock(file):
-            _keep(file, entry)
-        print(f"  written to {file}\n")
     return True
 
 
-def _print_summary(name: str, protocol: str, task: Task) -> None:
+def _examine(name: str, protocol: str, task: Task, whole: bool, file: Path) -> None:
     made = f"Source: {task.source}, made from {task.manifest.origin}; fingerprint {task.fingerprint[:8]}"
     print(f"{name}, protocol={protocol}: ready. {made}")
     print(f"  {task.home} (data version {DATA_VERSION}); the sha256 of every split is that of its manifest")
@@ -150,21 +128,32 @@ def _print_summary(name: str, protocol: str, task: Task) -> None:
         lengths = "".join(f"{packed.lengths[title]:>8,.0f}" for title in LENGTHS)
         labels = " ".join(f"{100 * count / packed.examples:.1f}" for count in packed.labels)
         print(f"  {split:6}{packed.examples:>10,}          {lengths}   {labels}")
+    entry = {"data_version": DATA_VERSION, "task": name, "protocol": protocol, "whole": whole, "source": task.source}
+    entry |= {"fingerprint": task.fingerprint, "train_examples": len(task.splits["train"])}
+    for part, accuracies in baselines.measure(name, task).items():
+        count, best = len(task.splits[part]), max(accuracies.values())
+        entry |= {f"{part}_examples": count, f"{part}_accuracy": accuracies}
+        deviation = 100 * (best * (1 - best) / count) ** 0.5
+        scores = ", ".join(f"{title} {accuracy:.2%}" for title, accuracy in accuracies.items())
+        print(f"  baselines on {part} ({count:,} examples, standard error {deviation:.1f}): {scores}")
+    keep(file, entry)
+    print(f"  written to {file}\n")
 
 
-def _keep(file: Path, entry: dict[str, Any]) -> None:
+def keep(file: Path, entry: dict[str, Any]) -> None:
     """Put the entry into the file; those of other data stay, unless another data version made them."""
-    try:
-        known: list[dict[str, Any]] = json.loads(file.read_text())["floors"] if file.exists() else []
-        same = [old for old in known if old["fingerprint"] == entry["fingerprint"]]
-        entry["whole"] |= any(old.get("whole", False) for old in same)  # the setting cut nothing off
-        kept = [old for old in known if old not in same and old["data_version"] == DATA_VERSION]
-        kept = sorted([*kept, entry], key=lambda old: (old["task"], old["protocol"], old["fingerprint"]))
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{file} is damaged: delete it, and it will be made anew") from None
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps({"floors": kept}, indent=2) + "\n")
-    os.replace(temporary, file)
+    with lock(file):
+        try:
+            known: list[dict[str, Any]] = json.loads(file.read_text())["floors"] if file.exists() else []
+            same = [old for old in known if old["fingerprint"] == entry["fingerprint"]]
+            entry["whole"] |= any(old.get("whole", False) for old in same)  # the setting cut nothing off
+            kept = [old for old in known if old not in same and old["data_version"] == DATA_VERSION]
+            kept = sorted([*kept, entry], key=lambda old: (old["task"], old["protocol"], old["fingerprint"]))
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{file} is damaged: delete it, and it will be made anew") from None
+        temporary = file.with_name(f".{file.name}.tmp")
+        temporary.write_text(json.dumps({"floors": kept}, indent=2) + "\n")
+        temporary.replace(file)
 
 
 if __name__ == "__main__":

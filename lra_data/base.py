@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -36,12 +36,13 @@ WINDOW = 32  # batches that are sorted by length together when bucketing
 BYTES = 512  # the base code's embedding table for bytes; 257 ids are real
 LENGTHS = ("mean", "min", "p10", "median", "p90", "max")  # what the manifest tells of the texts of a split
 Source = Literal["lra", "stand-in", "generated"]
+Example = tuple[tuple[bytes, ...], int]  # (one text or two, label)
+Build = Callable[[], tuple[Source, Mapping[str, Iterable[Example]]]]  # -> where from, and the examples of each split
+Decode = Callable[[NDArray[np.uint8]], str]  # stored bytes -> what a person reads
 T = TypeVar("T")
 
 
 class PerSplit(TypedDict, Generic[T]):
-    """One value for each split."""
-
     train: T
     dev: T
     test: T
@@ -88,11 +89,12 @@ class TaskSpec:
 
 @dataclass(frozen=True)
 class Split:
-    """Packed examples: text i is tokens[offsets[i]:offsets[i+1]]; a pair is two texts that follow each other."""
+    """Packed examples of one text each, or of two (`sides`)."""
 
-    tokens: NDArray[np.uint8]
+    tokens: NDArray[np.uint8]  # of all texts, end to end
     windows: NDArray[np.uint8]  # a view: row i is the padded length of tokens from token i on
-    offsets: NDArray[np.int64]
+    starts: NDArray[np.int64]  # (examples, sides): where each text begins
+    sizes: NDArray[np.int64]  # (examples, sides): its tokens
     labels: NDArray[np.uint8]
     spec: TaskSpec
 
@@ -102,18 +104,12 @@ class Split:
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each example; of a pair, those of its longer text."""
-        return self.text_lengths.max(1)
-
-    @property
-    def text_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each text (examples, 1), or (examples, 2) for pairs."""
-        return np.diff(self.offsets).reshape(len(self), -1)
+        return self.sizes.max(1)
 
     def texts(self, index: int) -> list[NDArray[np.uint8]]:
         """The stored bytes of one example: one text or two."""
-        sides = 2 if self.spec.paired else 1
-        bounds = self.offsets[index * sides : (index + 1) * sides + 1].tolist()
-        return [self.tokens[start:end] for start, end in itertools.pairwise(bounds)]
+        sides = zip(self.starts[index].tolist(), self.sizes[index].tolist(), strict=True)
+        return [self.tokens[start : start + size] for start, size in sides]
 
     def batch(self, indices: NDArray[np.int64], trim: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """ids (B, n), or (B, 2, n) for pairs, padded with 0; labels (B,).
@@ -123,14 +119,11 @@ class Split:
         length = self.spec.length
         if trim:
             length = min(length, -(-int(self.lengths[indices].max()) // ROUND) * ROUND)
-        texts = np.stack([2 * indices, 2 * indices + 1], 1).ravel() if self.spec.paired else indices
-        starts = self.offsets[texts]
-        ids = self.windows[:, :length][starts].astype(np.int32)
+        ids = self.windows[:, :length][self.starts[indices]].astype(np.int32)
         ids += 1
-        for row, size in zip(ids, (self.offsets[texts + 1] - starts).tolist(), strict=True):
+        for row, size in zip(ids.reshape(-1, length), self.sizes[indices].ravel().tolist(), strict=True):
             row[size:] = 0  # what stands behind the text
-        shape = (len(indices), 2, length) if self.spec.paired else ids.shape
-        return ids.reshape(shape), self.labels[indices].astype(np.int64)
+        return ids if self.spec.paired else ids[:, 0], self.labels[indices].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ class Task:
     splits: dict[str, Split]
     manifest: Manifest
     home: Path  # the folder of the packed data
-    decode: Callable[[NDArray[np.uint8]], str]  # stored bytes -> what a person reads
+    decode: Decode
 
     @property
     def source(self) -> Source:
@@ -161,8 +154,8 @@ class Task:
     @property
     def majority(self) -> float:
         """Share of the commonest test label: no constant answer does better."""
-        labels = self.splits["test"].labels
-        return float(np.bincount(labels).max() / len(labels))
+        test = self.manifest.splits["test"]
+        return max(test.labels) / test.examples
 
 
 class Batches:
@@ -175,43 +168,35 @@ class Batches:
 
     def __init__(self, examples: int, batch_size: int, seed: int, lengths: NDArray[np.int64] | None = None):
         self.examples, self.batch_size, self.seed, self.lengths = examples, batch_size, seed, lengths
-        self._shuffles: dict[int, NDArray[np.int64]] = {}
-        self._window, self._sorted = -1, np.empty((0, 0), np.int64)
+        self._sorted: dict[int, NDArray[np.int64]] = {}  # the window in use
 
     def indices(self, step: int) -> NDArray[np.int64]:
         """Indices of the examples of step 0, 1, ..."""
         if self.lengths is None:
             return self._stream(step * self.batch_size, self.batch_size)
         window, place = divmod(step, WINDOW)
-        if window != self._window:
+        if window not in self._sorted:
             size = WINDOW * self.batch_size
             stream = self._stream(window * size, size)
             by_length = stream[np.argsort(self.lengths[stream], kind="stable")].reshape(WINDOW, -1)
-            self._sorted = by_length[np.random.default_rng((self.seed, window, 1)).permutation(WINDOW)]
-            self._window = window
-        return self._sorted[place]
+            self._sorted = {window: by_length[np.random.default_rng((self.seed, window, 1)).permutation(WINDOW)]}
+        return self._sorted[window][place]
 
     def _stream(self, start: int, count: int) -> NDArray[np.int64]:
         """Places start .. start + count of all epochs, one behind the other."""
-        places = np.arange(start, start + count)
-        epochs = range(places[0] // self.examples, places[-1] // self.examples + 1)
-        # Only the epochs in use are kept.
-        self._shuffles = {e: self._shuffles[e] if e in self._shuffles else self._shuffle(e) for e in epochs}
-        order = np.concatenate([self._shuffles[e] for e in epochs])
-        return order[places - epochs[0] * self.examples]
+        first, last = start // self.examples, (start + count - 1) // self.examples
+        order = np.concatenate([_shuffled(self.examples, self.seed, epoch) for epoch in range(first, last + 1)])
+        return order[start - first * self.examples :][:count]
 
-    def _shuffle(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng((self.seed, epoch)).permutation(self.examples)
+
+@lru_cache(4)
+def _shuffled(examples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(examples)
 
 
 def as_text(stored: NDArray[np.uint8]) -> str:
     """Bytes as UTF-8; what is none is shown as a replacement character."""
     return stored.tobytes().decode("utf-8", "replace")
-
-
-Example = tuple[tuple[bytes, ...], int]  # (one text or two, label)
-Build = Callable[[], tuple[Source, Mapping[str, Iterable[Example]]]]  # -> where from, and the examples of each split
-NO_FILES: Mapping[str, Path] = {}
 
 
 def cached(
@@ -222,14 +207,18 @@ def cached(
     examples: Sizes | Caps,
     build: Build,
     origin: str | None = None,
-    files: Mapping[str, Path] = NO_FILES,
-    decode: Callable[[NDArray[np.uint8]], str] = as_text,
+    files: Mapping[str, Path] = {},
+    decode: Decode = as_text,
+    place: str | None = None,
+    hint: str = "",
 ) -> Task:
     """The task packed under folder/name/<hash of settings>: what `build` gives, at most `examples` of each split.
 
     `settings` is all else that decides the packed bytes, but for where they come from: `origin`, and the `files` or
     folders that are read, by name. If these are not those that the cache was made from, or another version of this
     program made it, it is made anew. Without origin and files, whatever it was made from is welcome.
+
+    What is packed needs its files no more, unless `place` names where they are (paths.NAME). `hint`: how to get them.
     """
     if spec.length > SLACK:
         raise DataError(f"task.data.length={spec.length} is too long: at most {SLACK}")
@@ -237,39 +226,34 @@ def cached(
     home = Path(folder) / name / hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     found = {title: file.stat() for title, file in files.items() if file.exists()}
     stamps = {title: [stat.st_size, stat.st_mtime_ns] for title, stat in found.items()}
+    keys = ("" if folder == "data" else f" paths.data={folder}") + (f" paths.{name}={place}" if place else "")
+    way_out = f"{hint}, then run `python -m lra_data prepare {name}{keys}`"
+    absent = next((file for title, file in files.items() if title not in found), None)
+    missing = DataError(f"task={name} needs {absent}, which is not there: {way_out}")
+    if absent and place:
+        raise missing
 
-    def opened(manifest: Manifest) -> Task:
-        splits: dict[str, Split] = {split: _open(home, split, spec, manifest.splits[split].sha256) for split in SPLITS}
+    def opened() -> Task:
+        try:
+            manifest = _manifest(home, origin, stamps)
+            splits: Any = {split: _open(home / split, spec, manifest.splits[split].sha256) for split in SPLITS}
+        except (OSError, ValueError) as error:
+            what = f"the packed data in {home} are damaged ({error})"
+            raise DataError(f"{what}: delete that folder, and they will be made anew") from None
         return Task(spec, splits, manifest, home, decode)
 
-    with suppress(DataError):  # another run may be replacing it just now: look again when that is over
-        manifest = _manifest(home, origin, stamps)
-        if isinstance(manifest, Manifest):
-            return opened(manifest)  # without a lock: the folder may be read-only
+    with suppress(_Outdated, DataError):  # another run may be replacing it just now: look again when that is over
+        return opened()  # without a lock: the folder may be read-only
     with lock(home):
-        manifest = _manifest(home, origin, stamps)
-        if isinstance(manifest, str):
-            if manifest:
-                print(f"{home} {manifest}: it is made anew")
-            manifest = _build(home, build, spec.classes, origin=origin, files=stamps, settings=settings)
-        return opened(manifest)
-
-
-def _manifest(home: Path, origin: str | None, stamps: dict[str, list[int]]) -> Manifest | str:
-    """The manifest of data that fit, or why they must be made anew: "" if there are none."""
-    try:
-        content = json.loads((home / "manifest.json").read_text())
-        if content["data_version"] != DATA_VERSION:
-            return f"is of data version {content['data_version']}, this is {DATA_VERSION}"
-        manifest = Manifest.model_validate(content)
-    except FileNotFoundError:
-        return ""
-    except (ValueError, TypeError, KeyError):
-        raise _damaged(home, "manifest.json is no manifest") from None
-    if origin and manifest.origin != origin:
-        return f"was made from {manifest.origin}, not from {origin}"
-    changed = [title for title, stamp in stamps.items() if manifest.files.get(title) != stamp]
-    return f"was made from another {', '.join(changed)}" if changed else manifest
+        try:
+            return opened()
+        except _Outdated as reason:
+            if str(reason):
+                print(f"{home} {reason}: it is made anew")
+        if absent:
+            raise missing
+        _build(home, build, spec.classes, origin=origin, files=stamps, settings=settings)
+        return opened()
 
 
 @contextmanager
@@ -286,14 +270,63 @@ def lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(home: Path, build: Build, classes: int, **known: Any) -> Manifest:
+class _Outdated(Exception):
+    """Why packed data must be made anew; empty if there are none."""
+
+
+def _manifest(home: Path, origin: str | None, stamps: dict[str, list[int]]) -> Manifest:
+    try:
+        content = json.loads((home / "manifest.json").read_text())
+        if content["data_version"] != DATA_VERSION:
+            raise _Outdated(f"is of data version {content['data_version']}, this is {DATA_VERSION}")
+        manifest = Manifest.model_validate(content)
+    except FileNotFoundError:
+        raise _Outdated from None
+    except (ValueError, TypeError, KeyError):
+        raise ValueError("manifest.json is no manifest") from None
+    if origin and manifest.origin != origin:
+        raise _Outdated(f"was made from {manifest.origin}, not from {origin}")
+    if changed := [title for title, stamp in stamps.items() if manifest.files.get(title) != stamp]:
+        raise _Outdated(f"was made from another {', '.join(changed)}")
+    return manifest
+
+
+def _open(stem: Path, spec: TaskSpec, expected: str) -> Split:
+    tokens, arrays, sha256 = _read(stem)
+    if sha256 != expected:
+        raise ValueError(f"the sha256 of {stem.name} is {sha256[:8]}..., not {expected[:8]}...")
+    offsets, labels = (np.load(io.BytesIO(array)) for array in arrays)
+    starts, sizes = (array.reshape(len(labels), -1) for array in (offsets[:-1], np.diff(offsets)))
+    check_length(spec.length, int(sizes.max()))
+    return Split(tokens[: offsets[-1]], sliding_window_view(tokens, spec.length), starts, sizes, labels, spec)
+
+
+def check_length(length: int, longest: int) -> None:
+    """The longest text must fit."""
+    if longest > length:
+        what = f"task.data.length={length} is too short for the longest text, {longest} tokens"
+        raise DataError(f"{what}: raise it, or lower task.data.max_length")
+
+
+def _read(stem: Path) -> tuple[NDArray[np.uint8], list[bytes], str]:
+    """Tokens; offsets and labels as they are stored; the sha256 of all three, even if a run replaces the files."""
+    with open(f"{stem}.tokens.bin", "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")  # not of the map: its pages would count as this process's memory
+        tokens = np.asarray(np.memmap(file, np.uint8, mode="r"))  # slices of np.memmap itself take twice as long
+    arrays = [Path(f"{stem}.{part}.npy").read_bytes() for part in ("offsets", "labels")]
+    for array in arrays:
+        digest.update(array)
+    return tokens, arrays, digest.hexdigest()
+
+
+def _build(home: Path, build: Build, classes: int, **known: Any) -> None:
     temporary = home.with_name(f".{home.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed: the lock is ours
     try:
         temporary.mkdir()
         source, splits = build()
         limits = known["settings"]["examples"]
-        packed: Any = {s: _pack(temporary / s, splits[s], limits[s], classes) for s in SPLITS}
+        packed: Any = {s: _pack(temporary / s, itertools.islice(splits[s], limits[s]), classes) for s in SPLITS}
         manifest = Manifest(data_version=DATA_VERSION, source=source, splits=packed, **known)
         (temporary / "manifest.json").write_text(manifest.model_dump_json(indent=2) + "\n")
         shutil.rmtree(home, ignore_errors=True)
@@ -304,66 +337,26 @@ def _build(home: Path, build: Build, classes: int, **known: Any) -> Manifest:
         raise DataError(f"{home} cannot be written ({error}): make room, or choose another paths.data") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return manifest
 
 
-def _damaged(home: Path, what: str) -> DataError:
-    return DataError(f"the packed data in {home} are damaged ({what}): delete that folder, and they will be made anew")
-
-
-def _pack(stem: Path, examples: Iterable[Example], limit: int | None, classes: int) -> Packed:
+def _pack(stem: Path, examples: Iterable[Example], classes: int) -> Packed:
     """Write one split as its examples come, so that a large source is never held whole. Returns what it holds."""
     sizes: list[int] = []
     labels: list[int] = []
-    digest = hashlib.sha256()
     with open(f"{stem}.tokens.bin", "wb", buffering=2**20) as file:
-        for texts, label in itertools.islice(examples, limit):
+        for texts, label in examples:
             labels.append(label)
-            for text in texts:
-                sizes.append(len(text))
-                file.write(text)
-                digest.update(text)
+            sizes.extend(map(len, texts))
+            file.writelines(texts)
         file.write(bytes(SLACK))
-        digest.update(bytes(SLACK))
     if not labels:
         raise DataError(f"the {stem.name} split has no examples: its source is empty")
-    offsets = np.cumsum([0, *sizes], dtype=np.int64)
-    for part, array in (("offsets", offsets), ("labels", np.array(labels, np.uint8))):
-        content = io.BytesIO()
-        np.save(content, array)
-        Path(f"{stem}.{part}.npy").write_bytes(content.getbuffer())
-        digest.update(content.getbuffer())
+    np.save(f"{stem}.offsets.npy", np.cumsum([0, *sizes], dtype=np.int64))
+    np.save(f"{stem}.labels.npy", np.array(labels, np.uint8))
     quantiles = np.quantile(sizes, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
     return Packed(
         examples=len(labels),
         labels=np.bincount(labels, minlength=classes).tolist(),
         lengths=dict(zip(LENGTHS, [float(np.mean(sizes)), *quantiles], strict=True)),
-        sha256=digest.hexdigest(),
+        sha256=_read(stem)[-1],
     )
-
-
-def _open(home: Path, name: str, spec: TaskSpec, expected: str) -> Split:
-    """The split, if it is what its manifest says. What is checked is what is used, even if a run replaces the files."""
-    try:
-        with open(home / f"{name}.tokens.bin", "rb") as file:
-            digest = hashlib.sha256()
-            while piece := file.read(2**20):  # not through the map: its pages would count as this process's memory
-                digest.update(piece)
-            mapped = np.memmap(file, np.uint8, mode="r")
-        contents = [(home / f"{name}.{part}.npy").read_bytes() for part in ("offsets", "labels")]
-    except (OSError, ValueError) as error:
-        raise _damaged(home, str(error)) from None
-    for content in contents:
-        digest.update(content)
-    if digest.hexdigest() != expected:
-        raise _damaged(home, f"the sha256 of {name} is {digest.hexdigest()[:8]}..., not {expected[:8]}...")
-    offsets, labels = (np.load(io.BytesIO(content)) for content in contents)
-    tokens = np.asarray(mapped)  # slices of np.memmap itself take twice as long
-    split = Split(tokens[: offsets[-1]], sliding_window_view(tokens, spec.length), offsets, labels, spec)
-    longest = int(split.lengths.max())
-    if longest > spec.length:
-        raise DataError(
-            f"task.data.length={spec.length} is too short for the longest text, {longest} tokens: "
-            "raise it, or lower task.data.max_length"
-        )
-    return split

@@ -3,8 +3,9 @@
 `OWN` has those of each task; the commonest label and the length serve every task.
 """
 
-import itertools
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,48 +24,39 @@ Baseline = Callable[[Split, Split], float]  # fitted on the first: the accuracy 
 def measure(name: str, task: Task) -> dict[str, dict[str, float]]:
     """The accuracy of each trivial baseline of task `name` on dev and on test."""
     train = task.splits["train"]
-    baselines = {"majority": by_key(nothing), "length": by_key(lengths, binned=True), **OWN.get(name, {})}
+    baselines: dict[str, Baseline] = {
+        "majority": partial(by_key, nothing),
+        "length": partial(by_key, attrgetter("sizes"), binned=True),
+        **OWN.get(name, {}),
+    }
     return {
         split: {title: accuracy(train, task.splits[split]) for title, accuracy in baselines.items()}
         for split in ("dev", "test")
     }
 
 
-def by_key(key: Callable[[Split], NDArray[Any]], binned: bool = False) -> Baseline:
+def by_key(key: Callable[[Split], NDArray[Any]], train: Split, asked: Split, binned: bool = False) -> float:
     """The commonest training label of the examples with the same key (a row); of all, where a key is new.
 
     `binned`: numbers are the same if they are in the same bin; a bin has a twentieth of the training examples.
     """
-
-    def accuracy(train: Split, asked: Split) -> float:
-        ours, theirs = key(train), key(asked)
-        if binned:
-            edges = [np.unique(np.quantile(column, np.linspace(0, 1, BINS + 1)[1:-1])) for column in ours.T]
-            ours, theirs = (
-                np.stack([np.searchsorted(*both) for both in zip(edges, rows.T, strict=True)], 1)
-                for rows in (ours, theirs)
-            )
-        counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
-        for row, label in zip(map(tuple, ours.tolist()), train.labels.tolist(), strict=True):
-            counts.setdefault(row, np.zeros(train.spec.classes, np.int64))[label] += 1
-        answers = {row: int(count.argmax()) for row, count in counts.items()}
-        commonest = int(np.bincount(train.labels).argmax())
-        return float(np.mean([answers.get(row, commonest) for row in map(tuple, theirs.tolist())] == asked.labels))
-
-    return accuracy
+    rows = np.concatenate([key(train), key(asked)])
+    if binned:
+        edges = np.quantile(rows[: len(train)], np.linspace(0, 1, BINS + 1)[1:-1], axis=0)
+        rows = (rows[:, None] > edges).sum(1)
+    _, keys = np.unique(rows, axis=0, return_inverse=True)
+    counts = np.zeros((len(rows), train.spec.classes), np.int64)
+    np.add.at(counts, (keys[: len(train)], train.labels), 1)
+    answers = np.where(counts.any(1), counts.argmax(1), np.bincount(train.labels).argmax())
+    return float(np.mean(answers[keys[len(train) :]] == asked.labels))
 
 
 def nothing(split: Split) -> NDArray[np.int64]:
     return np.zeros((len(split), 1), np.int64)
 
 
-def lengths(split: Split) -> NDArray[np.int64]:
-    """Of a pair, the lengths of both texts."""
-    return split.text_lengths
-
-
 def root_operator(split: Split) -> NDArray[np.uint8]:
-    return split.tokens[split.offsets[:-1], None]
+    return split.tokens[split.starts]
 
 
 def root_and_digits(split: Split) -> NDArray[np.int64]:
@@ -72,14 +64,14 @@ def root_and_digits(split: Split) -> NDArray[np.int64]:
 
     Without brackets nobody can tell where a nested list ends: there, to the digits before the first nested operator.
     """
-
-    def key(tokens: NDArray[np.uint8]) -> tuple[int, int]:
+    keys = []
+    for index in range(len(split)):
+        (tokens,) = split.texts(index)
         depth = np.cumsum((tokens < listops.ZERO) - (tokens == listops.CLOSE).astype(np.int64))
         digits = tokens[(depth == 1) & (tokens >= listops.ZERO) & (tokens < listops.CLOSE)] - listops.ZERO
-        root = int(tokens[0])
-        return root, listops.apply(listops.TOKENS[root], digits.tolist()) if len(digits) else -1
-
-    return np.array([key(split.texts(i)[0]) for i in range(len(split))])
+        operator = listops.OPERATORS[listops.TOKENS[tokens[0]]]
+        keys.append((int(tokens[0]), operator(digits.tolist()) if len(digits) else -1))
+    return np.array(keys)
 
 
 def byte_overlap(split: Split) -> NDArray[np.float64]:
@@ -91,8 +83,7 @@ def byte_overlap(split: Split) -> NDArray[np.float64]:
 
 def byte_counts(split: Split) -> NDArray[np.int64]:
     """How often each byte stands in each text."""
-    bounds = itertools.pairwise(split.offsets.tolist())
-    return np.array([np.bincount(split.tokens[start:end], minlength=256) for start, end in bounds])
+    return np.array([np.bincount(text, minlength=256) for i in range(len(split)) for text in split.texts(i)])
 
 
 def bag_of_bytes(train: Split, asked: Split) -> float:
@@ -100,7 +91,7 @@ def bag_of_bytes(train: Split, asked: Split) -> float:
 
     Of a pair, on the distance and the product of the two shares of each byte: are the texts alike?
     """
-    shares = [byte_counts(split) / split.text_lengths.reshape(-1, 1) for split in (train, asked)]
+    shares = [byte_counts(split) / split.sizes.reshape(-1, 1) for split in (train, asked)]
     mean, deviation = shares[0].mean(0), shares[0].std(0)
     seen = deviation > 0
 
@@ -122,7 +113,10 @@ def bag_of_bytes(train: Split, asked: Split) -> float:
 
 
 OWN: dict[str, dict[str, Baseline]] = {
-    "listops": {"root operator": by_key(root_operator), "root operator and its digits": by_key(root_and_digits)},
+    "listops": {
+        "root operator": partial(by_key, root_operator),
+        "root operator and its digits": partial(by_key, root_and_digits),
+    },
     "text": {"bag of bytes": bag_of_bytes},
-    "retrieval": {"byte-set overlap": by_key(byte_overlap, binned=True), "bag of bytes": bag_of_bytes},
+    "retrieval": {"byte-set overlap": partial(by_key, byte_overlap, binned=True), "bag of bytes": bag_of_bytes},
 }

@@ -9,9 +9,9 @@ definition of the value. LRA's released files, basic_{train,val,test}.tsv, are r
 
 import hashlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,51 +19,51 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
-from lra_data.base import SPLITS, DataError, Example, Sizes, Source, Task, TaskSpec, cached
+from lra_data.base import SPLITS, DataError, Example, Sizes, Source, Task, TaskSpec, cached, check_length
 from lra_data.lines import line_files
 
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
 # Frozen and ordered: a token is stored as its place here. The digits 0..9 are 4..13; without brackets, 14 tokens.
-TOKENS = ("[MIN", "[MAX", "[MED", "[SM", *"0123456789", "]")
+DIGITS = {str(digit): digit for digit in range(10)}
+TOKENS = (*OPERATORS, *DIGITS, "]")
 CODES = {word: code for code, word in enumerate(TOKENS)}
-ZERO, CLOSE = 4, 14
+ZERO, CLOSE = CODES["0"], CODES["]"]
 OPERATOR_PROBABILITY = 0.25
 VOCABULARY = 32  # the base code's embedding table
 CHUNK = 2048  # trees drawn at once; part of what a seed means
-FILES = {"train": "basic_train.tsv", "dev": "basic_val.tsv", "test": "basic_test.tsv"}  # of LRA's release
+FILES = "basic_{train,val,test}.tsv"  # of LRA's release
 RELEASED = {"train": 96_000, "dev": 2_000, "test": 2_000}  # expressions in them
 DRY_CHUNKS = 50  # so many chunks in a row without a new expression: there are no more to be had
 
 Expression = tuple[NDArray[np.uint8], int]
+_Trees = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]  # tokens, end to end; length and value of each
 
 
 def evaluate(source: str) -> int:
     """The value of an expression, with or without the parentheses of the official form."""
     stack: list[list[Any]] = [[]]
-    for token in source.replace("(", " ").replace(")", " ").split():
-        if token == "]" and len(stack) > 1:
+    for word in _words(source):
+        if word in DIGITS:
+            stack[-1].append(DIGITS[word])
+        elif word in OPERATORS:
+            stack.append([word])
+        elif word == "]" and len(stack) > 1 and len(stack[-1]) > 1:
             operator, *values = stack.pop()
-            if not values:
-                raise ValueError(f"{operator} has no arguments in {source[:60]!r}")
-            stack[-1].append(apply(operator, values))
-        elif token.isdecimal() and len(token) == 1:
-            stack[-1].append(int(token))
-        elif token in TOKENS[:ZERO]:
-            stack.append([token])
+            stack[-1].append(OPERATORS[operator](values))
         else:
-            raise ValueError(f"unexpected {token!r} in {source[:60]!r}")
+            raise ValueError(f"unexpected {word!r} in {source[:60]!r}")
     if len(stack) != 1 or len(stack[0]) != 1:
         raise ValueError(f"not one whole expression: {source[:60]!r}")
     return stack[0][0]
 
 
-def apply(operator: str, values: list[int]) -> int:
-    if operator == "[MIN":
-        return min(values)
-    if operator == "[MAX":
-        return max(values)
-    if operator == "[MED":
-        return int(np.median(values))
-    return sum(values) % 10
+def _words(source: str) -> list[str]:
+    return source.replace("(", " ").replace(")", " ").split()
 
 
 def generate(
@@ -78,16 +78,12 @@ def to_source(tokens: NDArray[np.uint8]) -> str:
     """The official text: `[MAX 1 2 ]` is `( ( ( [MAX 1 ) 2 ) ] )`; k arguments stand in k + 1 parentheses."""
     unfinished: list[str] = []  # the text of each open list so far
     for token in tokens.tolist():
-        text = TOKENS[token]
-        if token < ZERO:
+        text = f"( {unfinished.pop()} ] )" if token == CLOSE else TOKENS[token]
+        if token < ZERO or not unfinished:
             unfinished.append(text)
-            continue
-        if token == CLOSE:
-            text = f"( {unfinished.pop()} ] )"
-        if not unfinished:
-            return text
-        unfinished[-1] = f"( {unfinished[-1]} {text} )"
-    raise ValueError("the expression does not end")
+        else:
+            unfinished[-1] = f"( {unfinished[-1]} {text} )"
+    return unfinished[0]
 
 
 spec = partial(TaskSpec, VOCABULARY, classes=10, paired=False)
@@ -111,30 +107,23 @@ def load(
     """
     settings: dict[str, Any] = {"brackets": brackets}
     if origin:
-        parse, hint = partial(_parse, brackets=brackets), "put LRA's there, or leave paths.listops out"
-        build, files = line_files("listops", folder, origin, FILES, RELEASED, parse, hint, header=b"Source\tTarget")
-        title = "basic_{train,val,test}.tsv"
-    else:
-        longest = max_length - 1
-        if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
-            longest -= -(-(longest - 1) // 11)
-        if not (2 <= min_length < max_length - 1 and longest <= length):
-            raise DataError(
-                f"task.data needs 2 <= min_length < max_length - 1 and length >= {longest} (the longest text), "
-                f"got min_length={min_length}, max_length={max_length}, length={length}"
-            )
-        settings |= {"min_length": min_length, "max_length": max_length, "seed": seed}
-        build, files = partial(_generated, examples, brackets, seed, min_length, max_length), {}
-        title = "the generator"
-    return cached(folder, "listops", spec(length), settings, examples, build, title, files, to_text)
+        source = line_files(origin, FILES, RELEASED, partial(_parse, brackets=brackets))
+        hint = "put LRA's there, or leave paths.listops out"
+        return cached(folder, "listops", spec(length), settings, examples, *source, to_text, origin, hint)
+    longest = max_length - 1
+    if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
+        longest -= -(-(longest - 1) // 11)
+    check_length(length, longest)
+    if not 2 <= min_length < max_length - 1:
+        raise DataError(f"task.data.min_length={min_length} is not from 2 to {max_length - 2} (max_length - 2)")
 
+    def build() -> tuple[Source, dict[str, Iterable[Example]]]:
+        total = sum(examples[split] for split in SPLITS)
+        drawn = tqdm(_distinct(seed, min_length, max_length), "generating ListOps", total, mininterval=1)
+        return "generated", dict.fromkeys(SPLITS, (_example(*expression, brackets) for expression in drawn))
 
-def _generated(
-    examples: Sizes, brackets: bool, seed: int, min_length: int, max_length: int
-) -> tuple[Source, dict[str, Iterator[Example]]]:
-    total = sum(examples[split] for split in SPLITS)
-    drawn = tqdm(_distinct(seed, min_length, max_length), "generating ListOps", total, mininterval=1)
-    return "generated", dict.fromkeys(SPLITS, (_example(*expression, brackets) for expression in drawn))
+    settings |= {"min_length": min_length, "max_length": max_length, "seed": seed}
+    return cached(folder, "listops", spec(length), settings, examples, build, "the generator", decode=to_text)
 
 
 def _example(tokens: NDArray[np.uint8], label: int, brackets: bool) -> Example:
@@ -148,109 +137,69 @@ def to_text(tokens: NDArray[np.uint8]) -> str:
 
 def _parse(line: bytes, brackets: bool) -> Example:
     """A line of LRA's files: Source and Target, a tab between."""
-    fields = line.split(b"\t")
+    fields = line.decode(errors="replace").split("\t")
     if len(fields) != 2:
         raise ValueError(f"{len(fields)} fields, not 2 (Source, Target)")
-    source, target = (field.decode(errors="replace") for field in fields)
-    words = source.replace("(", "").replace(")", "").split()
-    if unknown := next((word for word in words if word not in CODES), None):
-        raise ValueError(f"{unknown!r} is no token of ListOps")
-    tokens = np.array([CODES[word] for word in words], np.uint8)
-    opens, closes = tokens < ZERO, tokens == CLOSE
-    depth = np.cumsum(opens.astype(np.int64) - closes)
-    # The root is open until the last token, and no list is empty.
-    if not (len(tokens) and (depth[:-1] > 0).all() and depth[-1] == 0) or (opens[:-1] & closes[1:]).any():
-        raise ValueError("not one whole expression")
-    if target not in TOKENS[ZERO:CLOSE]:
+    source, target = fields
+    evaluate(source)  # raises ValueError if it is no expression
+    if target not in DIGITS:
         raise ValueError(f"the label {target!r} is not 0 to 9")
-    return _example(tokens, int(target), brackets)
+    return _example(np.array([CODES[word] for word in _words(source)], np.uint8), int(target), brackets)
 
 
-def _distinct(
-    seed: int, min_length: int, max_length: int, max_depth: int = 10, max_args: int = 10
-) -> Iterator[Expression]:
+def _distinct(seed: int, *bounds: int) -> Iterator[Expression]:
     """Expressions in the order of their chunks, each one once, without end."""
     seen: set[bytes] = set()
-    dry = 0
+    last = -1  # the last chunk with a new expression
     for chunk in itertools.count():
-        before = len(seen)
-        for tokens, label in _draw(chunk, seed, min_length, max_length, max_depth, max_args):
+        for tokens, label in _draw(chunk, seed, *bounds):
             digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
             if digest not in seen:
                 seen.add(digest)
+                last = chunk
                 yield tokens, label
-        dry = 0 if len(seen) > before else dry + 1
-        if dry == DRY_CHUNKS:
+        if chunk - last == DRY_CHUNKS:
             raise DataError(
                 f"only {len(seen)} distinct ListOps expressions were found within these lengths: "
                 "ask for fewer examples or widen min_length..max_length"
             )
 
 
-@dataclass
-class _Level:
-    """The nodes of all trees at one depth, left to right. The children of its operators make up the next level."""
-
-    operator: NDArray[np.bool_]
-    token: NDArray[np.uint8]
-    arguments: NDArray[np.int64]  # of the operators alone
-    value: NDArray[np.int64]
-    length: NDArray[np.int64]  # tokens of the subtree
-
-    @property
-    def first_child(self) -> NDArray[np.int64]:
-        return np.cumsum(self.arguments) - self.arguments
+def _draw(
+    chunk: int, seed: int, min_length: int, max_length: int, max_depth: int = 10, max_args: int = 10
+) -> list[Expression]:
+    """The kept ones of CHUNK trees."""
+    tokens, length, value = _grow(np.random.default_rng((seed, chunk)), CHUNK, 1, max_depth, max_args)
+    ends = np.cumsum(length)
+    kept = np.flatnonzero((min_length < length) & (length < max_length))
+    return [(tokens[ends[i] - length[i] : ends[i]].copy(), int(value[i])) for i in kept]
 
 
-def _draw(chunk: int, seed: int, min_length: int, max_length: int, max_depth: int, max_args: int) -> list[Expression]:
-    """The kept ones of CHUNK trees. Digits at the root are too short to be kept: roots are operators."""
-    rng = np.random.default_rng((seed, chunk))
-    levels: list[_Level] = []
-    nodes = CHUNK
-    for depth in range(1, max_depth + 1):
-        if depth == 1:
-            operator = np.ones(nodes, bool)
-        elif depth < max_depth:
-            operator = rng.random(nodes) < OPERATOR_PROBABILITY
-        else:
-            operator = np.zeros(nodes, bool)
-        digit = rng.integers(0, 10, nodes)
-        token = np.where(operator, rng.integers(0, 4, nodes), ZERO + digit).astype(np.uint8)
-        arguments = rng.integers(2, max_args + 1, np.count_nonzero(operator))
-        levels.append(_Level(operator, token, arguments, digit, np.ones(nodes, np.int64)))
-        nodes = int(arguments.sum())
-        if not nodes:
-            break
+def _grow(rng: np.random.Generator, nodes: int, depth: int, max_depth: int, max_args: int) -> _Trees:
+    """So many random subtrees whose roots are at one depth. Digits at depth 1 are too short to be kept: operators."""
+    operator = rng.random(nodes) < OPERATOR_PROBABILITY if 1 < depth < max_depth else np.full(nodes, depth == 1)
+    value = rng.integers(0, 10, nodes)
+    token = np.where(operator, rng.integers(0, 4, nodes), ZERO + value).astype(np.uint8)
+    length = np.ones_like(value)
+    arguments = rng.integers(2, max_args + 1, np.count_nonzero(operator))
+    if not len(arguments):
+        return token, length, value
+    below, lengths, values = _grow(rng, int(arguments.sum()), depth + 1, max_depth, max_args)
 
-    for level, below in zip(levels[-2::-1], levels[:0:-1], strict=True):  # values and lengths, from the leaves up
-        starts = level.first_child
-        level.length[level.operator] = 2 + np.add.reduceat(below.length, starts)
-        parent = np.repeat(np.arange(len(starts)), level.arguments)
-        ordered = np.sort(parent * 10 + below.value) % 10  # within each parent
-        middle = ordered[starts + (level.arguments - 1) // 2] + ordered[starts + level.arguments // 2]
-        level.value[level.operator] = np.choose(
-            level.token[level.operator],
-            [  # in the order of TOKENS: least, greatest, middle, sum
-                ordered[starts],
-                ordered[starts + level.arguments - 1],
-                middle // 2,
-                np.add.reduceat(below.value, starts) % 10,
-            ],
-        )
+    first = np.cumsum(arguments) - arguments  # of the arguments of each operator
+    parent = np.repeat(np.arange(len(arguments)), arguments)
+    ordered = np.sort(parent * 10 + values) % 10  # within each parent
+    least, greatest = ordered[first], ordered[first + arguments - 1]
+    middle = ordered[first + (arguments - 1) // 2] + ordered[first + arguments // 2]
+    total = np.add.reduceat(values, first)
+    in_order_of_tokens = [least, greatest, middle // 2, total % 10]
+    value[operator] = np.choose(token[operator], in_order_of_tokens)
 
-    ends = np.cumsum(levels[0].length)
-    tokens = np.empty(ends[-1], np.uint8)
-    place = ends - levels[0].length  # where each node's subtree begins, from the roots down
-    for level, below in itertools.pairwise(levels):
-        tokens[place] = level.token
-        inner = place[level.operator]
-        tokens[inner + level.length[level.operator] - 1] = CLOSE
-        before = np.cumsum(below.length) - below.length
-        place = before + np.repeat(inner + 1 - before[level.first_child], level.arguments)
-    tokens[place] = levels[-1].token  # digits all
-
-    kept = (min_length < levels[0].length) & (levels[0].length < max_length)
-    return [
-        (tokens[end - size : end].copy(), int(value))
-        for end, size, value in zip(ends[kept], levels[0].length[kept], levels[0].value[kept], strict=True)
-    ]
+    length[operator] = 2 + np.add.reduceat(lengths, first)
+    ends = np.cumsum(length)
+    tokens = np.full(ends[-1], CLOSE, np.uint8)
+    inner = np.ones(ends[-1], bool)
+    inner[ends - length] = inner[ends - 1] = False
+    tokens[inner] = below
+    tokens[ends - length] = token
+    return tokens, length, value

@@ -8,14 +8,13 @@ from functools import partial
 
 from pydantic import PositiveInt, validate_call
 
-from lra_data.base import BYTES, Caps, Example, Task, TaskSpec, cached
-from lra_data.lines import check_length, line_files
+from lra_data.base import BYTES, Caps, Example, Task, TaskSpec, cached, check_length
+from lra_data.lines import line_files
 
-FILES = {"train": "new_aan_pairs.train.tsv", "dev": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
+FILES = "new_aan_pairs.{train,eval,test}.tsv"
 PAIRS = {"train": 147_086, "dev": 18_090, "test": 17_437}  # in LRA's files
 READ = 10_000  # bytes of a text that LRA's pipeline reads, before it cuts to max_length
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
-
 
 spec = partial(TaskSpec, BYTES, classes=2, paired=True)
 
@@ -24,11 +23,9 @@ spec = partial(TaskSpec, BYTES, classes=2, paired=True)
 def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Caps, origin: str | None = None) -> Task:
     """Pairs packed on first use from the three files in `origin` (default: `folder`); `examples` caps the splits."""
     check_length(length, max_length)
-    parse = partial(_pair, max_length=min(READ, max_length))
-    hint = f"put LRA's {', '.join(FILES.values())} there"
-    build, files = line_files("retrieval", folder, origin, FILES, PAIRS, parse, hint)
-    title, settings = "new_aan_pairs.{train,eval,test}.tsv", {"max_length": max_length}
-    return cached(folder, "retrieval", spec(length), settings, examples, build, title, files)
+    settings, hint = {"max_length": max_length}, f"put LRA's {FILES} there"
+    source = line_files(origin or folder, FILES, PAIRS, partial(_pair, max_length=min(READ, max_length)))
+    return cached(folder, "retrieval", spec(length), settings, examples, *source, place=origin, hint=hint)
 
 
 def _pair(line: bytes, max_length: int) -> Example:

@@ -5,43 +5,37 @@ of its parquet files), and tensorflow-datasets. None of the three has the order 
 into one of their own, by the sha256 of their bytes: the packed data are the same, wherever they came from.
 """
 
-import glob
 import gzip
 import hashlib
 import logging
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import compress
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal, NoReturn, cast
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
-from lra_data import hub
-from lra_data.base import BYTES, Caps, DataError, Example, Source, Task, TaskSpec, cached
-from lra_data.lines import check_length, missing
+from lra_data.base import BYTES, Caps, DataError, Example, Source, Task, TaskSpec, cached, check_length
 
 ARCHIVE, UNPACKED = "aclImdb_v1.tar.gz", "aclImdb"
 HUB = "stanfordnlp/imdb"
 TFDS = "imdb_reviews/plain_text"
+PATIENCE = 2.0  # seconds for the hub to answer
+INSTEAD = f"put {ARCHIVE} into paths.data instead"
 PARTS = ("train", "test")
 FOLDERS = [f"{part}/{sentiment}" for part in PARTS for sentiment in ("neg", "pos")]
 HELD_OUT = 0.1
 # sha256 over the sha256 and label of every review, in our order: whatever has another one is a stand-in.
-IMDB = {
-    "train": "ded911cbb54d409e192021595d3b8a40176b35ab663af0fb8b6bfd7acf9bbf06",
-    "test": "340290e10a3478d6774f31c5cfcb1976477898ff4c4d4527023973092ae394df",
-}
-_FILE = re.compile(r"\d+_\d+\.txt")  # number and rating
-_MEMBER = re.compile(rf"(?:\./)?aclImdb/(?:{'|'.join(FOLDERS)})/{_FILE.pattern}")
-Reviews = dict[str, list[tuple[bytes, int]]]  # of each part: (review, label)
+IMDB = "1868f694ca8e37518c1944243ce6c04ea243f37560e74290c721840162cc00fd"
+_MEMBER = re.compile(rf"(?:\./)?aclImdb/(?:{'|'.join(FOLDERS)})/\d+_\d+\.txt")  # number and rating
 Row = tuple[str, Any, Any, str]  # part, text, label, and where they stand
-
+Review = tuple[bytes, bytes, int]  # the key of our order, text, label
 
 spec = partial(TaskSpec, BYTES, classes=2, paired=False)
 
@@ -64,109 +58,84 @@ def load(
     training reviews, the same share of either label. `examples` caps the splits; null = all.
     """
     check_length(length, max_length)
-    name, files, read = _find(folder, origin)
+    name, files, rows = _find(folder, origin)
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
-        reviews = _checked(read())
-        digests = {part: _arrange(reviews[part], f"{name} in {origin or folder}, {part}") for part in PARTS}
-        splits = {"train": reviews["train"], "dev": reviews["test"], "test": reviews["test"]}
+        place = f"{origin or folder}: {name}"
+        try:
+            source, train, test = _arranged(rows, place)
+        except DataError:
+            raise
+        except Exception as error:  # the libraries that read have many
+            raise DataError(f"{place} cannot be read ({error!r}); get the data again, or {INSTEAD}") from None
+        splits = {"train": train, "dev": test, "test": test}
         if dev == "held-out":
-            held = _hold_out([label for _, label in reviews["train"]], seed)
-            for split, is_held in (("train", False), ("dev", True)):
-                splits[split] = [review for i, review in enumerate(reviews["train"]) if (i in held) == is_held]
-        return "lra" if digests == IMDB else "stand-in", {
-            split: (((review[:max_length],), label) for review, label in chosen) for split, chosen in splits.items()
+            rng, labels = np.random.default_rng(seed), np.array([label for _, _, label in train])
+            held = np.zeros(len(train), bool)
+            for label in (0, 1):
+                held[rng.permutation(np.flatnonzero(labels == label))[: round(HELD_OUT * len(train) / 2)]] = True
+            splits |= {"train": list(compress(train, ~held)), "dev": list(compress(train, held))}
+        return source, {
+            split: (((text[:max_length],), label) for _, text, label in reviews) for split, reviews in splits.items()
         }
 
     settings = {"max_length": max_length, "dev": dev, "seed": seed if dev == "held-out" else None}
-    return cached(folder, "text", spec(length), settings, examples, build, name, files)
+    hint = "put the IMDb archive there (Large Movie Review Dataset v1.0; paths.text=hub or =tfds needs none)"
+    return cached(folder, "text", spec(length), settings, examples, build, name, files, place=origin, hint=hint)
 
 
-def _find(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path], Callable[[], Iterable[Row]]]:
-    """Name of the place, the files there, and what reads them."""
+def _find(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path], Iterable[Row]]:
+    """Name of the place, the files there, and the reviews."""
     if origin in ("hub", HUB):
-        return f"hub {HUB}", {}, _read_hub
+        return f"hub {HUB}", {}, _read_hub()
     if origin == "tfds":
-        return f"tfds {TFDS}", {}, _read_tfds
+        return f"tfds {TFDS}", {}, _read_tfds()
     root = Path(origin or folder)
     places = [root / ARCHIVE, root / UNPACKED] + ([root] if origin else [])
-    path = next((path for path in places if path.exists()), None)
-    if path is None:
-        hint = "put the IMDb archive there (Large Movie Review Dataset v1.0)"
-        otherwise = "; or run it with paths.text=hub (Hugging Face) or paths.text=tfds"
-        error = missing("text", folder, origin, origin or str(places[0]), hint, otherwise)
-        if origin:  # a place that was named must be there, packed data or not
-            raise error
-        return None, {}, partial(_raise, error)
-    if path.is_file():
-        return path.name, {path.name: path}, partial(_read_archive, path)
+    path = next((path for path in places if path.exists()), root if origin else places[0])
+    if not path.is_dir():
+        return path.name if path.exists() else None, {path.name: path}, _read_archive(path)
     if (path / FOLDERS[0]).is_dir():
-        return f"{path.name}/", {name: path / name for name in FOLDERS}, partial(_read_folder, path)
+        return f"{path.name}/", {name: path / name for name in FOLDERS}, _read_folder(path)
     parquet = {str(file.relative_to(path)): file for file in sorted(path.rglob("*.parquet"))}
-    return f"{path.name}/*.parquet", parquet, partial(_read_parquet, path)
+    return f"{path.name}/*.parquet", parquet, _read_parquet(path)
 
 
-def _raise(error: DataError) -> NoReturn:
-    raise error
+def _arranged(rows: Iterable[Row], place: str) -> tuple[Source, list[Review], list[Review]]:
+    """Whose reviews they are, and those of train and of test, checked and in our order.
 
-
-def _checked(rows: Iterable[Row]) -> Reviews:
-    """The reviews without white space at the ends, as tensorflow-datasets has them (the real ones have none)."""
-    found: Reviews = {part: [] for part in PARTS}
+    White space at their ends is taken off, as tensorflow-datasets does; the real ones have none.
+    """
+    parts: dict[str, list[Review]] = {part: [] for part in PARTS}
     for part, text, label, where in rows:
-        if not isinstance(text, str | bytes):
+        review = text.encode() if isinstance(text, str) else text
+        if not isinstance(review, bytes) or not (review := review.strip()):
             raise DataError(f"{where}: the text is {text!r}; get the data again")
         if label not in (0, 1):
-            raise DataError(f"{where}: the label is {label!r}, not 0 or 1; get the data again")
-        review = (text.encode() if isinstance(text, str) else text).strip()
-        if not review:
-            raise DataError(f"{where} is empty; get the data again")
-        found[part].append((review, int(label)))
-    return found
-
-
-def _arrange(reviews: list[tuple[bytes, int]], where: str) -> str:
-    """Check the labels of a part, put its reviews into our order, and return the sha256 of what they are."""
-    positive = sum(label for _, label in reviews)
-    if not reviews or 2 * positive != len(reviews):
-        raise DataError(f"{where}: {positive} positive of {len(reviews)} reviews, not one half; get the data again")
-    keyed = sorted((hashlib.sha256(review).digest() + bytes([label]), review, label) for review, label in reviews)
-    reviews[:] = [(review, label) for _, review, label in keyed]
-    return hashlib.sha256(b"".join(key for key, _, _ in keyed)).hexdigest()
-
-
-def _hold_out(labels: list[int], seed: int) -> set[int]:
-    """Places of a tenth of the negative and a tenth of the positive reviews."""
-    rng = np.random.default_rng(seed)
-    places = (rng.permutation(np.flatnonzero(np.equal(labels, label))) for label in (0, 1))
-    return {int(i) for of_label in places for i in of_label[: round(HELD_OUT * len(of_label))]}
-
-
-@contextmanager
-def _explained(what: str, instead: str) -> Iterator[None]:
-    """One sentence for whatever a library says of data that it cannot read, or of a column that is not there."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # libraries have many
-        raise DataError(f"{what} cannot be read ({error!r}); {instead}") from None
+            raise DataError(f"{where}: the label is {label}, not 0 or 1; get the data again")
+        parts[part].append((hashlib.sha256(review).digest() + bytes([int(label)]), review, int(label)))
+    digest = hashlib.sha256()
+    for part, reviews in parts.items():
+        positive = sum(label for _, _, label in reviews)
+        if not reviews or 2 * positive != len(reviews):
+            what = f"{positive} positive of {len(reviews)} reviews, not one half"
+            raise DataError(f"{place}, {part}: {what}; get the data again")
+        reviews.sort()
+        digest.update(b"".join(key for key, _, _ in reviews))
+    return "lra" if digest.hexdigest() == IMDB else "stand-in", parts["train"], parts["test"]
 
 
 def _read_archive(archive: Path) -> Iterator[Row]:
     """Read as a stream, nothing is unpacked. Read to its end, where the checksum is."""
-    with _explained(str(archive), "get the archive again"), gzip.open(archive) as stream:
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
-            for member in tqdm(tar, f"reading {archive.name}", unit=" files", mininterval=1):
-                path = PurePosixPath(member.name)
-                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-                    raise DataError(
-                        f"{archive}: its member {member.name} is a link or leads out of the archive: this is not "
-                        "the IMDb archive; get it again"
-                    )
-                if _MEMBER.fullmatch(member.name):
-                    content = cast(IO[bytes], tar.extractfile(member)).read()
-                    yield path.parts[-3], content, path.parts[-2] == "pos", f"{archive}: {member.name}"
+    with gzip.open(archive) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        for member in tqdm(tar, f"reading {archive.name}", unit=" files", mininterval=1):
+            path = PurePosixPath(member.name)
+            if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+                what = f"its member {member.name} is a link or leads out of the archive"
+                raise DataError(f"{archive}: {what}: this is not the IMDb archive; get it again")
+            if _MEMBER.fullmatch(member.name):
+                content = cast(IO[bytes], tar.extractfile(member)).read()
+                yield path.parts[-3], content, path.parts[-2] == "pos", f"{archive}: {member.name}"
         while stream.read(2**20):
             pass
 
@@ -174,36 +143,43 @@ def _read_archive(archive: Path) -> Iterator[Row]:
 def _read_folder(folder: Path) -> Iterator[Row]:
     """The unpacked archive."""
     for name in FOLDERS:
-        files = [file for file in (folder / name).glob("*.txt") if _FILE.fullmatch(file.name)]
+        part, sentiment = name.split("/")
+        files = (folder / name).glob("[0-9]*_[0-9]*.txt")  # a Mac leaves others there
         for file in tqdm(files, f"reading {name}", unit=" files", mininterval=1):
-            yield name.partition("/")[0], file.read_bytes(), name.endswith("pos"), str(file)
+            yield part, file.read_bytes(), sentiment == "pos", str(file)
 
 
 def _read_parquet(folder: Path) -> Iterator[Row]:
     """The hub's layout: train-*.parquet and test-*.parquet, in `folder` or below, with columns text and label."""
-    import datasets  # takes seconds
+    import pandas
 
     for part in PARTS:
-        files = sorted(glob.escape(str(file)) for file in folder.rglob(f"{part}*.parquet"))
+        files = sorted(folder.rglob(f"{part}*.parquet"))
         if not files:
-            raise DataError(
-                f"{folder} has neither {part}/neg and {part}/pos, as the IMDb archive has, nor {part}-*.parquet, as "
-                "the hub has: give the folder that does"
-            )
-        with _explained(f"{folder}, {part}: its files", "get them again"):
-            # Streaming: nothing is copied into a cache of its own.
-            rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-            yield from _rows(part, rows, f"{folder}, {part}")
-
-
-def _rows(part: str, rows: Iterable[Any], where: str) -> Iterator[Row]:
-    for number, row in enumerate(tqdm(rows, f"reading {part}", unit=" reviews", mininterval=1)):
-        yield part, row["text"], row["label"], f"{where}, row {number}"
+            what = f"neither {part}/neg and {part}/pos, as the IMDb archive has, nor {part}-*.parquet, as the hub has"
+            raise DataError(f"{folder} has {what}: give the folder that does")
+        for file in files:
+            table = pandas.read_parquet(file, columns=["text", "label"])
+            for number, (text, label) in enumerate(zip(table["text"], table["label"], strict=True)):
+                yield part, text, label, f"{file}, row {number}"
 
 
 def _read_hub() -> Iterator[Row]:
-    instead = f"put {ARCHIVE} into paths.data instead, or give a folder of its parquet files as paths.text"
-    return _read_parquet(hub.download(HUB, [f"*/{part}-*.parquet" for part in PARTS], "paths.text=hub", instead))
+    """From the hub, or from its cache on this machine if the hub cannot be reached."""
+    from huggingface_hub import constants, dataset_info, snapshot_download
+
+    reason, wanted = "", [f"*/{part}-*.parquet" for part in PARTS]
+    try:  # snapshot_download alone would wait without end for a server that does not answer
+        dataset_info(HUB, timeout=PATIENCE)
+    except Exception:  # of the network or of the hub: there are many
+        reason = f"{constants.ENDPOINT} cannot be reached"
+    try:
+        folder = snapshot_download(HUB, repo_type="dataset", allow_patterns=wanted, local_files_only=bool(reason))
+    except Exception as error:
+        reason = reason or repr(error)
+        what = f"paths.text=hub: {HUB} cannot be had ({reason}) and is not in the cache of this machine"
+        raise DataError(f"{what}; {INSTEAD}, or give a folder of its parquet files as paths.text") from None
+    yield from _read_parquet(Path(folder))
 
 
 def _read_tfds() -> Iterator[Row]:
@@ -211,18 +187,17 @@ def _read_tfds() -> Iterator[Row]:
     import tensorflow_datasets as tfds
 
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of a folder that is not there
-    instead = f"put {ARCHIVE} into paths.data instead"
-    with _explained(f"paths.text=tfds: {TFDS}", instead):
-        builder = tfds.builder(TFDS, data_dir=os.environ.get("TFDS_DATA_DIR"))  # read here, not at its import
-        if not builder.is_prepared():
-            raise DataError(
-                f"paths.text=tfds: {builder.data_dir} is not there: make it with `pip install 'macformer[tfds]'` and "
-                f"`tfds build imdb_reviews --file_format=array_record`, or {instead}"
-            )
-        random_access = builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD  # the others need TensorFlow
-        for part in PARTS:
-            rows = builder.as_data_source(part) if random_access else tfds.as_numpy(builder.as_dataset(split=part))
-            rows, total = list(rows), builder.info.splits[part].num_examples
-            if len(rows) != total:  # some of its formats lose rows
-                raise DataError(f"{builder.data_dir}: {len(rows)} of {total} {part} reviews; {instead}")
-            yield from _rows(part, rows, f"{builder.data_dir}, {part}")
+    builder = tfds.builder(TFDS, data_dir=os.environ.get("TFDS_DATA_DIR"))  # read here, not at its import
+    if not builder.is_prepared():
+        raise DataError(
+            f"paths.text=tfds: {builder.data_dir} is not there: make it with `pip install 'macformer[tfds]'` and "
+            f"`tfds build imdb_reviews --file_format=array_record`, or {INSTEAD}"
+        )
+    random_access = builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD  # the others need TensorFlow
+    for part in PARTS:
+        rows = builder.as_data_source(part) if random_access else tfds.as_numpy(builder.as_dataset(split=part))
+        rows, total = list(tqdm(rows, f"reading {part}", unit=" reviews")), builder.info.splits[part].num_examples
+        if len(rows) != total:  # some of its formats lose rows
+            raise DataError(f"{builder.data_dir}: {len(rows)} of {total} {part} reviews; {INSTEAD}")
+        for number, row in enumerate(rows):
+            yield part, row["text"], row["label"], f"{builder.data_dir}, {part}, row {number}"

@@ -18,7 +18,6 @@ from lra_data import base
 from lra_data.base import WINDOW, Batches, DataError, TaskSpec
 
 SPEC = TaskSpec(vocabulary=512, length=6, classes=2, paired=False)
-PAIRS = TaskSpec(vocabulary=512, length=6, classes=2, paired=True)
 
 
 def build_of(examples: list[base.Example]) -> base.Build:
@@ -34,33 +33,31 @@ def left(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.suffix != ".lock" or path.stat().st_size]
 
 
-def test_ids_are_the_stored_bytes_plus_one_and_zero_is_padding(tmp_path: Path) -> None:
-    task = cached(tmp_path, SPEC, [((b"\x00\xff",), 1), ((b"abcdef",), 0)])
-    ids, labels = task.splits["dev"].batch(np.array([1, 0]), trim=False)
-    assert ids.tolist() == [[98, 99, 100, 101, 102, 103], [1, 256, 0, 0, 0, 0]]
-    assert labels.tolist() == [0, 1]
-
-
-def test_a_pair_is_two_rows(tmp_path: Path) -> None:
-    task = cached(tmp_path, PAIRS, [((b"a", b"bc"), 1), ((b"d", b"e"), 0)])
-    ids, labels = task.splits["test"].batch(np.array([1, 0]), trim=False)
-    assert ids.shape == (2, 2, 6)
-    assert ids[:, :, :2].tolist() == [[[101, 0], [102, 0]], [[98, 0], [99, 100]]]
-    assert labels.tolist() == [0, 1]
+def in_processes(target: Callable[..., object], *arguments: tuple[object, ...]) -> None:
+    """target(...) with each of the arguments, all at once, to the end and without an error."""
+    processes = [multiprocessing.get_context("fork").Process(target=target, args=given) for given in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    assert not any(process.exitcode for process in processes)
 
 
 @settings(deadline=None)  # it writes files
 @given(data=st.data(), paired=st.booleans(), trim=st.booleans())
 def test_a_batch_is_the_texts_one_by_one(data: st.DataObject, paired: bool, trim: bool) -> None:
-    text = st.binary(min_size=1, max_size=100)
+    """An id is the stored byte + 1, padding is 0; trimmed batches are as long as their longest, rounded up."""
+    text = st.integers(1, 140).flatmap(lambda size: st.binary(min_size=size, max_size=size))
     examples = data.draw(st.lists(st.tuples(text, text) if paired else st.tuples(text), min_size=1, max_size=8))
-    spec = TaskSpec(vocabulary=512, length=100, classes=2, paired=paired)
+    spec = TaskSpec(vocabulary=512, length=150, classes=2, paired=paired)
     with tempfile.TemporaryDirectory() as folder:
         train = cached(Path(folder), spec, [(texts, i % 2) for i, texts in enumerate(examples)]).splits["train"]
         indices = np.array(data.draw(st.lists(st.integers(0, len(examples) - 1), min_size=1, max_size=9)))
         ids, labels = train.batch(indices, trim)
-        longest = max(len(text) for i in indices for text in examples[i])
-        length = (64 if longest <= 64 else 100) if trim else 100
+        lengths = [max(map(len, texts)) for texts in examples]
+        assert train.lengths.tolist() == lengths
+        longest = max(lengths[i] for i in indices)
+        length = next(length for length in (64, 128, 150) if longest <= length) if trim else 150
         rows = [[byte + 1 for byte in text] + [0] * (length - len(text)) for i in indices for text in examples[i]]
         assert ids.tolist() == (np.reshape(rows, (-1, 2, length)).tolist() if paired else rows)
         assert labels.tolist() == [i % 2 for i in indices]
@@ -76,16 +73,27 @@ def test_the_cache_is_used_and_other_settings_are_another_cache(tmp_path: Path) 
     assert not [path for path in left(tmp_path) if path.name.startswith(".")]
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def build() -> tuple[base.Source, dict]:
-        def examples():
-            yield (b"a",), 1
-            raise DataError("the file ends early")
+def ends_early() -> Iterator[base.Example]:
+    yield (b"a",), 1
+    raise DataError("the file ends early")
 
-        return "lra", dict.fromkeys(base.SPLITS, examples())
 
-    with pytest.raises(DataError, match="ends early"):
-        base.cached(tmp_path, "t", SPEC, {}, base.ALL, build)
+def full_disk() -> Iterator[base.Example]:
+    yield (b"a",), 1
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("examples", "complaint"),
+    [
+        (ends_early, "the file ends early"),
+        (full_disk, r"cannot be written .*No space left.*: make room, or choose another paths.data"),
+        (list, "train split has no examples"),
+    ],
+)
+def test_a_build_that_fails_leaves_nothing(examples: Callable[[], list], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=complaint):
+        cached(tmp_path, SPEC, examples())
     assert left(tmp_path) == [tmp_path / "t"]
 
 
@@ -106,13 +114,7 @@ def slowly(folder: Path, letter: bytes) -> None:
 
 
 def test_of_several_processes_that_want_the_same_data_one_builds(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=slowly, args=(tmp_path, letter)) for letter in (b"a", b"b", b"c")]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    in_processes(slowly, (tmp_path, b"a"), (tmp_path, b"b"), (tmp_path, b"c"))
     (built,) = tmp_path.glob("built-*")
     task = cached(tmp_path, SPEC, [])
     assert bytes(task.splits["test"].tokens) == 50 * built.name[-1].encode()
@@ -154,13 +156,7 @@ def switching(folder: Path, origin: str) -> None:
 
 
 def test_runs_that_want_other_data_in_the_same_place_each_get_theirs(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=switching, args=(tmp_path, origin)) for origin in ("a", "b")]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-    assert [process.exitcode for process in processes] == [0, 0]
+    in_processes(switching, (tmp_path, "a"), (tmp_path, "b"))
 
 
 def test_data_in_a_folder_that_cannot_be_written_are_read(tmp_path: Path) -> None:
@@ -182,23 +178,6 @@ def test_the_manifest_says_what_the_data_are(tmp_path: Path) -> None:
     assert (told["examples"], told["labels"]) == (60, [45, 15])
     assert told["lengths"] == {"mean": 3.5, "min": 1, "p10": 1, "median": 3, "p90": 6, "max": 6}
     assert len(told["sha256"]) == len(task.fingerprint) == 64
-
-
-def test_a_full_disk_is_named_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(base, "_pack", full)
-    with pytest.raises(
-        DataError, match=r"cannot be written .*No space left.*: make room, or choose another paths.data"
-    ):
-        cached(tmp_path, SPEC, [((b"a",), 1)])
-    assert left(tmp_path) == [tmp_path / "t"]
-
-
-def test_an_empty_split_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="train split has no examples"):
-        cached(tmp_path, SPEC, [])
 
 
 def test_majority_is_the_best_constant_answer(tmp_path: Path) -> None:
@@ -235,24 +214,12 @@ def test_buckets_hold_texts_of_like_length_and_follow_from_the_step_alone(batch_
 def test_the_batches_of_a_window_are_shuffled_by_the_seed() -> None:
     """Else short texts would come before long ones all the time."""
     lengths = np.random.default_rng(0).integers(1, 10**6, 4 * WINDOW)
-    orders = []
-    for seed in (0, 1):
-        means = [lengths[Batches(4 * WINDOW, 4, seed, lengths).indices(step)].mean() for step in range(WINDOW)]
-        orders.append(np.argsort(np.argsort(means)).tolist())
-    assert sorted(orders[0]) == list(range(WINDOW))
-    assert list(range(WINDOW)) not in orders
-    assert orders[0] != orders[1]
-
-
-def test_trimmed_batches_are_as_long_as_their_longest_rounded_up(tmp_path: Path) -> None:
-    spec = TaskSpec(512, 150, 2, paired=True)
-    task = cached(tmp_path, spec, [((b"a" * 3, b"b" * 65), 1), ((b"c" * 64, b"d"), 0), ((b"e" * 140, b"f"), 0)])
-    train = task.splits["train"]
-    assert train.lengths.tolist() == [65, 64, 140]
-    for index, length in ((0, 128), (1, 64), (2, 150)):
-        ids, _ = train.batch(np.array([index]), trim=True)
-        assert ids.shape == (1, 2, length)
-        assert np.array_equal(ids, train.batch(np.array([index]), trim=False)[0][:, :, :length])
+    one, other = (
+        np.argsort([lengths[Batches(4 * WINDOW, 4, seed, lengths).indices(step)].mean() for step in range(WINDOW)])
+        for seed in (0, 1)
+    )
+    assert one.tolist() != other.tolist()
+    assert list(range(WINDOW)) not in (one.tolist(), other.tolist())
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {

@@ -87,10 +87,18 @@ def test_without_brackets_the_closing_ones_are_gone(tmp_path: Path) -> None:
         assert not short[len(kept) :].any()
 
 
-def test_lengths_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    sizes = {"train": 20, "dev": 2, "test": 2}
-    with pytest.raises(DataError, match="max_length=100, length=64"):
-        listops.load(str(tmp_path), 64, 100, 10, True, sizes, seed=0)
+@pytest.mark.parametrize(
+    ("lengths", "complaint"),
+    [
+        ((64, 100, 10, True), "length=64 is too short for the longest text, 99 tokens"),
+        ((64, 100, 10, False), "length=64 is too short for the longest text, 90 tokens"),
+        ((99, 100, 99, True), "min_length=99 is not from 2 to 98"),
+        ((99, 100, 1, True), "min_length=1 is not from 2 to 98"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(lengths: tuple, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=complaint):
+        listops.load(str(tmp_path), *lengths, {"train": 20, "dev": 2, "test": 2}, seed=0)
 
 
 def test_more_examples_than_there_are_is_an_error_and_leaves_nothing(

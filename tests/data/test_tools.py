@@ -1,7 +1,6 @@
 """python -m lra_data prepare | doctor | show, and the trivial baselines."""
 
 import json
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from lra_data import __main__, base, baselines, listops
 from lra_data.base import Task, TaskSpec
 from tests.conftest import ROOT, write_archive
-from tests.data.test_base import left
+from tests.data.test_base import in_processes, left
 from tests.data.test_files import lra_data
 
 Examples = dict[str, list[base.Example]]
@@ -23,6 +22,10 @@ ONE, PAIR = TaskSpec(512, 64, 2, paired=False), TaskSpec(512, 64, 2, paired=True
 
 def task_of(folder: Path, spec: TaskSpec, examples: Examples) -> Task:
     return base.cached(folder, "t", spec, {}, base.ALL, lambda: ("stand-in", examples))
+
+
+def doctored(folder: Path) -> list[dict]:
+    return json.loads((folder / "floors.json").read_text())["floors"]
 
 
 def split_up(examples: list[base.Example]) -> Examples:
@@ -41,11 +44,8 @@ def test_majority_and_length_are_fitted_on_train_and_scored_on_dev_and_test(tmp_
 
 
 def test_a_key_that_train_does_not_have_gets_the_commonest_label(tmp_path: Path) -> None:
-    splits = task_of(tmp_path, ONE, split_up([((b"a",), 1)] * 10)).splits
-    assert (
-        baselines.by_key(lambda split: np.full((len(split), 1), split is splits["dev"]))(splits["train"], splits["dev"])
-        == 1
-    )
+    train, dev, _ = task_of(tmp_path, ONE, split_up([((b"a",), 1)] * 10)).splits.values()
+    assert baselines.by_key(lambda split: np.full((len(split), 1), split is dev), train, dev) == 1
 
 
 def test_bag_of_bytes_learns_from_shares_of_bytes_alone(tmp_path: Path) -> None:
@@ -74,10 +74,8 @@ def test_bag_of_bytes_of_a_pair_learns_whether_the_two_are_alike(tmp_path: Path)
         first = int(rng.integers(2))
         return (text(first), text(first if label else 1 - first)), label
 
-    measured = baselines.measure(
-        "retrieval", task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)]))
-    )
-    measured = measured["dev"]
+    task = task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)]))
+    measured = baselines.measure("retrieval", task)["dev"]
     assert measured["bag of bytes"] > 0.95
     assert measured["byte-set overlap"] < 0.65  # of 400: chance and 6 standard errors
 
@@ -123,7 +121,7 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
     ]
     done = lra_data("doctor", "listops", *small)
     assert done.returncode == 0, done.stderr
-    clean, paper = json.loads((tmp_path / "floors.json").read_text())["floors"]
+    clean, paper = doctored(tmp_path)
     assert (clean["task"], clean["protocol"], clean["source"]) == ("listops", "clean", "generated")
     assert (paper["protocol"], paper["train_examples"]) == ("paper", 8000)
     assert (paper["dev_examples"], paper["test_examples"]) == (2000, 2001)
@@ -145,7 +143,7 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
         assert "root operator and its digits" in line
     # Once more, for one protocol: the other's floors stay.
     assert lra_data("doctor", "listops", "protocol=clean", *small).returncode == 0
-    assert len(json.loads((tmp_path / "floors.json").read_text())["floors"]) == 2
+    assert len(doctored(tmp_path)) == 2
 
 
 def test_the_doctor_tells_whole_data_from_shortened_ones(sources: Path, tmp_path: Path) -> None:
@@ -153,20 +151,17 @@ def test_the_doctor_tells_whole_data_from_shortened_ones(sources: Path, tmp_path
     cut = "task.data.max_length=20"
     for words in ([], [cut], ["task.data.length=8192"]):  # the last cuts nothing off
         assert lra_data("doctor", "retrieval", *words, *paths).returncode == 0
-    floors = json.loads((tmp_path / "floors.json").read_text())["floors"]
-    assert sorted(floor["whole"] for floor in floors) == [False, True]
+    assert sorted(floor["whole"] for floor in doctored(tmp_path)) == [False, True]
 
 
 def test_the_doctor_names_what_is_missing_and_goes_on(tmp_path: Path) -> None:
     write_archive(tmp_path / "aclImdb_v1.tar.gz", reviews=20)
     done = lra_data("doctor", "retrieval", "text", f"paths.data={tmp_path}", f"paths.results={tmp_path}")
     assert done.returncode == 1
-    assert (
-        f"retrieval, protocol=paper: NOT READY. task=retrieval needs the file {tmp_path}/new_aan_pairs.train.tsv"
-        in done.stdout
-    )
+    missing = f"task=retrieval needs {tmp_path}/new_aan_pairs.train.tsv"
+    assert f"retrieval, protocol=paper: NOT READY. {missing}" in done.stdout
     assert "text, protocol=clean: ready. Source: stand-in" in done.stdout
-    assert {floor["task"] for floor in json.loads((tmp_path / "floors.json").read_text())["floors"]} == {"text"}
+    assert {floor["task"] for floor in doctored(tmp_path)} == {"text"}
 
 
 def test_the_doctor_finds_damage(tmp_path: Path) -> None:
@@ -200,20 +195,15 @@ def test_an_interrupted_prepare_leaves_nothing_and_says_so(tmp_path: Path) -> No
 
 def test_two_doctors_at_once_keep_the_baselines_of_both(tmp_path: Path) -> None:
     """Two processes: each adds five entries, one after the other."""
-    context, file = multiprocessing.get_context("fork"), tmp_path / "floors.json"
+    file = tmp_path / "floors.json"
 
     def add(task: str) -> None:
         for number in range(5):
             entry = {"task": task, "protocol": "clean", "fingerprint": f"{task}{number}", "whole": False}
-            with base.lock(file):
-                __main__._keep(file, entry | {"data_version": base.DATA_VERSION})
+            __main__.keep(file, entry | {"data_version": base.DATA_VERSION})
 
-    processes = [context.Process(target=add, args=(task,)) for task in ("a", "b")]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert len(json.loads(file.read_text())["floors"]) == 10
+    in_processes(add, ("a",), ("b",))
+    assert len(doctored(tmp_path)) == 10
 
 
 @pytest.mark.parametrize("content", ["{", '{"floors": [{"fingerprint": "a"}]}', "[]"])
