@@ -147,7 +147,7 @@ def test_every_source_of_text_gives_the_same_bytes(
         sources: "aclImdb_v1.tar.gz",
         unpack(archive, tmp_path / "unpacked"): "aclImdb/",
         tmp_path / "unpacked" / text.UNPACKED: "aclImdb/",
-        write_parquet(archive, tmp_path / "parquet"): "parquet/*.parquet",
+        write_parquet(archive, tmp_path / "we[i]rd st*r"): "we[i]rd st*r/*.parquet",
         "hub": "hub stanfordnlp/imdb",
         "stanfordnlp/imdb": "hub stanfordnlp/imdb",
         "tfds": "tfds imdb_reviews/plain_text",
@@ -230,29 +230,13 @@ def test_retrieval_reads_ten_thousand_bytes_of_a_text_and_then_cuts(tmp_path: Pa
         assert [len(side) for side in task.splits["test"].texts(0)] == [expected, expected]
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("1.0\ta\tb\tonly four", "line 21: 4 fields, not 5"),
-        ("2.0\ta\tb\tone\ttwo", "line 21: the label '2.0' is not 0 or 1"),
-        ("1.0\ta\tb\t\ttwo", "line 21: an empty text"),
-    ],
-)
-def test_a_bad_pair_is_named_by_file_and_line(line: str, complaint: str, tmp_path: Path) -> None:
-    write_pairs(tmp_path, lines=20)
-    with open(tmp_path / "new_aan_pairs.eval.tsv", "a") as file:
-        file.write(line + "\n")
-    refused(f"new_aan_pairs.eval.tsv, {complaint}", read_pairs, tmp_path)
-
-
-def write_listops(folder: Path, end: str, extra: str = "") -> list[tuple[str, int]]:
+def write_listops(folder: Path, end: str) -> list[tuple[str, int]]:
     """LRA's three files, with generated expressions in them."""
     folder.mkdir(exist_ok=True)
     drawn = [example for example, _ in zip(listops.generate(7, 10, 40), range(30), strict=False)]
     for number, part in enumerate(("train", "val", "test")):
         rows = [f"{source}\t{target}" for source, target in drawn[number * 10 : number * 10 + 10]]
-        content = end.join(["Source\tTarget", *rows, *([extra] if extra else []), ""])
-        (folder / f"basic_{part}.tsv").write_bytes(content.encode())
+        (folder / f"basic_{part}.tsv").write_bytes(end.join(["Source\tTarget", *rows, ""]).encode())
     return drawn
 
 
@@ -277,23 +261,29 @@ def test_lras_listops_files_are_read(end: str, brackets: bool, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("name", "line", "complaint"),
     [
-        ("[MAX 1 2 ]", "1 fields, not 2"),
-        ("[MAX 1 2 ]\t10", "the label '10' is not 0 to 9"),
-        ("[AVG 1 2 ]\t1", r"unexpected '\[AVG'"),
-        ("[MAX 1 12 ]\t1", "unexpected '12'"),
-        ("[MAX 1 [MIN 2 ]\t1", "not one whole expression"),
-        ("\t1", "not one whole expression"),
-        ("] 1 2 [MAX\t1", r"unexpected '\]'"),
-        ("5 5 5\t1", "not one whole expression"),
-        ("[MAX ]\t1", r"unexpected '\]'"),
-        ("[MAX 1 ] [MIN 2 ]\t1", "not one whole expression"),
+        ("new_aan_pairs.eval.tsv", "1.0\ta\tb\tonly four", "4 fields, not 5"),
+        ("new_aan_pairs.eval.tsv", "2.0\ta\tb\tone\ttwo", "the label '2.0' is not 0 or 1"),
+        ("new_aan_pairs.eval.tsv", "1.0\ta\tb\t\ttwo", "an empty text"),
+        ("basic_train.tsv", "[MAX 1 2 ]", "1 fields, not 2"),
+        ("basic_train.tsv", "[MAX 1 2 ]\t10", "the label '10' is not 0 to 9"),
+        ("basic_train.tsv", "[AVG 1 2 ]\t1", r"unexpected '\[AVG'"),
+        ("basic_train.tsv", "[MAX 1 12 ]\t1", "unexpected '12'"),
+        ("basic_train.tsv", "[MAX 1 [MIN 2 ]\t1", "not one whole expression"),
+        ("basic_train.tsv", "\t1", "not one whole expression"),
+        ("basic_train.tsv", "] 1 2 [MAX\t1", r"unexpected '\]'"),
+        ("basic_train.tsv", "5 5 5\t1", "not one whole expression"),
+        ("basic_train.tsv", "[MAX ]\t1", r"unexpected '\]'"),
+        ("basic_train.tsv", "[MAX 1 ] [MIN 2 ]\t1", "not one whole expression"),
     ],
 )
-def test_a_bad_line_of_listops_is_named(line: str, complaint: str, tmp_path: Path) -> None:
-    write_listops(tmp_path / "files", "\n", line)
-    refused(f"basic_train.tsv, line 12: {complaint}", read_listops, tmp_path, tmp_path / "files")
+def test_a_bad_line_is_named(name: str, line: str, complaint: str, tmp_path: Path) -> None:
+    write_listops(files := tmp_path / "files", "\n")
+    write_pairs(files, lines=11)
+    with open(files / name, "a") as file:
+        file.write(line + "\n")
+    refused(f"{name}, line 12: {complaint}", read_listops if "basic" in name else read_pairs, tmp_path, files)
 
 
 @pytest.mark.parametrize(
@@ -315,41 +305,31 @@ def test_a_damaged_archive_is_named(change: Callable[[bytes], bytes], tmp_path: 
     refused(f"{text.ARCHIVE} cannot be read", read_text, tmp_path)
 
 
-def add(archive: Path, name: str, content: bytes = b"a review", kind: bytes = tarfile.REGTYPE) -> None:
-    """One more member in a new archive."""
-    with tarfile.open(archive, "w:gz") as tar:
+OUTSIDE = "is a link or leads out of the archive"
+REVIEW = "aclImdb/train/pos/0_9.txt"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "content", "complaint"),
+    [
+        ("../../evil.txt", tarfile.REGTYPE, b"a review", OUTSIDE),
+        ("/etc/evil.txt", tarfile.REGTYPE, b"a review", OUTSIDE),
+        ("aclImdb/train/pos/../../../../0_9.txt", tarfile.REGTYPE, b"a review", OUTSIDE),
+        (REVIEW, tarfile.SYMTYPE, b"", OUTSIDE),
+        (REVIEW, tarfile.LNKTYPE, b"", OUTSIDE),
+        (REVIEW, tarfile.REGTYPE, b"a review", "train: 1 positive of 1 reviews, not one half"),
+        (REVIEW, tarfile.REGTYPE, b" \n", rf"{REVIEW}: the text is b' \\n'"),
+        ("other/0_9.txt", tarfile.REGTYPE, b"a review", "0 positive of 0 reviews"),
+    ],
+)
+def test_an_archive_of_something_else_is_named(
+    name: str, kind: bytes, content: bytes, complaint: str, tmp_path: Path
+) -> None:
+    with tarfile.open(tmp_path / text.ARCHIVE, "w:gz") as tar:
         member = tarfile.TarInfo(name)
         member.size, member.type, member.linkname = len(content), kind, "/etc/passwd"
         tar.addfile(member, io.BytesIO(content))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("../../evil.txt", tarfile.REGTYPE),
-        ("/etc/evil.txt", tarfile.REGTYPE),
-        ("aclImdb/train/pos/../../../../0_9.txt", tarfile.REGTYPE),
-        ("aclImdb/train/pos/0_9.txt", tarfile.SYMTYPE),
-        ("aclImdb/train/pos/0_9.txt", tarfile.LNKTYPE),
-    ],
-)
-def test_an_archive_that_leads_elsewhere_is_refused(name: str, kind: bytes, tmp_path: Path) -> None:
-    content = b"a review" if kind == tarfile.REGTYPE else b""
-    add(tmp_path / text.ARCHIVE, name, content, kind)
-    refused(rf"its member {re.escape(name)} is a link or leads out of the archive", read_text, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("aclImdb/train/pos/0_9.txt", b"a review", "train: 1 positive of 1 reviews, not one half"),
-        ("aclImdb/train/pos/0_9.txt", b" \n", r"aclImdb/train/pos/0_9\.txt: the text is b' \\n'"),
-        ("other/0_9.txt", b"a review", "0 positive of 0 reviews"),
-    ],
-)
-def test_an_archive_of_something_else_is_named(name: str, content: bytes, complaint: str, tmp_path: Path) -> None:
-    add(tmp_path / text.ARCHIVE, name, content)
-    refused(complaint, read_text, tmp_path)
+    refused(f"its member {re.escape(name)} {complaint}" if complaint == OUTSIDE else complaint, read_text, tmp_path)
 
 
 def test_a_review_keeps_its_bytes_utf8_or_not(tmp_path: Path) -> None:
@@ -361,14 +341,6 @@ def test_a_review_keeps_its_bytes_utf8_or_not(tmp_path: Path) -> None:
     task = read_text(tmp_path)
     assert len(task.splits["train"]) == 2
     assert {words(task, "train", i)[0] for i in range(2)} == {b"train/neg \xff\xe9\x00", b"train/pos \xff\xe9\x00"}
-
-
-def test_a_folder_may_have_any_name(sources: Path, tmp_path: Path) -> None:
-    """One that looks like a pattern, too."""
-    expected = read_text(tmp_path / "0", sources).fingerprint
-    for name in ("we[i]rd", "st*r", "star"):
-        folder = write_parquet(sources / text.ARCHIVE, tmp_path / name)
-        assert read_text(tmp_path / f"packed {name}", folder).fingerprint == expected
 
 
 @pytest.mark.parametrize(
@@ -406,21 +378,19 @@ def test_every_kind_of_source_is_watched(sources: Path, tmp_path: Path, capsys: 
     folder = unpack(archive, tmp_path / "unpacked") / text.UNPACKED
     parquet = write_parquet(archive, tmp_path / "parquet")
     write_pairs(tmp_path, lines=4)
-    write_listops(tmp_path / "listops-files", "\n")
+    write_listops(lines := tmp_path / "lines", "\n")
 
     def add_reviews() -> None:
         for sentiment in ("neg", "pos"):
             (folder / "train" / sentiment / "77_5.txt").write_text("one more")
 
+    write_archive(tmp_path / text.ARCHIVE, 10)
     for load, change, named in (
+        (lambda: read_text(tmp_path), lambda: write_archive(tmp_path / text.ARCHIVE, 30), text.ARCHIVE),
         (lambda: read_text(tmp_path, folder), add_reviews, "train/neg, train/pos"),
         (lambda: read_text(tmp_path, parquet), lambda: os.utime(parquet / "test-00000-of-00001.parquet"), "test-00000"),
         (lambda: read_pairs(tmp_path), lambda: write_pairs(tmp_path, 5), "new_aan_pairs.train.tsv"),
-        (
-            lambda: read_listops(tmp_path, tmp_path / "listops-files"),
-            lambda: os.utime(tmp_path / "listops-files" / "basic_val.tsv"),
-            "basic_val.tsv",
-        ),
+        (lambda: read_listops(tmp_path, lines), lambda: os.utime(lines / "basic_val.tsv"), "basic_val.tsv"),
     ):
         load()
         capsys.readouterr()
@@ -452,15 +422,6 @@ def test_texts_longer_than_the_padded_length_are_refused_before_they_are_read(tm
             load()
 
 
-def test_another_source_file_is_read_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for reviews in (10, 30):
-        write_archive(tmp_path / text.ARCHIVE, reviews)
-        assert len(read_text(tmp_path).splits["train"]) == 2 * reviews
-    assert "was made from another aclImdb_v1.tar.gz: it is made anew" in capsys.readouterr().out
-    (tmp_path / text.ARCHIVE).unlink()  # what is packed needs no source any more
-    assert len(read_text(tmp_path).splits["train"]) == 60
-
-
 @pytest.mark.data
 def test_the_real_archive_is_lra_text_and_no_longer_so_with_one_changed_review(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -489,11 +450,11 @@ def test_the_stand_in_for_retrieval_is_marked_as_one(shared_data: Path, tmp_path
     assert task.splits["train"].lengths.max() == 4000
 
 
-def lra_data(*words: str) -> subprocess.CompletedProcess[str]:
+def lra_data(*words: object) -> subprocess.CompletedProcess[str]:
     """What `python -m lra_data words...` does, without the second that its imports take."""
     output, errors, code = io.StringIO(), io.StringIO(), None
     with redirect_stdout(output), redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["lra_data", *words])
+        patch.setattr(sys, "argv", ["lra_data", *map(str, words)])
         try:
             __main__.main()
         except SystemExit as end:
@@ -502,30 +463,3 @@ def lra_data(*words: str) -> subprocess.CompletedProcess[str]:
         errors.write(f"{code}\n")
         code = 1
     return subprocess.CompletedProcess(words, code or 0, output.getvalue(), errors.getvalue())
-
-
-def test_prepare_says_what_is_ready(tmp_path: Path) -> None:
-    done = lra_data("prepare", "listops", "trainer=smoke", f"paths.data={tmp_path}")
-    assert done.returncode == 0
-    assert done.stdout.startswith("listops is ready (generated): train 64, dev 8, test 8; fingerprint ")
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("task.data.max_length=abc", "error: task.data.max_length=abc: Input should be a valid integer"),
-        ("+task.data.foo=3", "error: task.data.foo=3: Unexpected keyword argument"),
-    ],
-)
-def test_prepare_refuses_in_one_sentence(override: str, sentence: str) -> None:
-    failed = lra_data("prepare", "listops", override)
-    assert failed.returncode == 1
-    assert failed.stderr.splitlines() == [sentence]
-
-
-def test_prepare_names_what_is_missing(tmp_path: Path) -> None:
-    failed = lra_data("prepare", "text", f"paths.data={tmp_path}")
-    assert failed.returncode == 1
-    assert failed.stderr.startswith(f"error: task=text needs {tmp_path}/aclImdb_v1.tar.gz, which is not there")
-    assert f"`python -m lra_data prepare text paths.data={tmp_path}`" in failed.stderr
-    assert len(failed.stderr.splitlines()) == 1

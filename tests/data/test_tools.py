@@ -1,6 +1,7 @@
 """python -m lra_data prepare | doctor | show, and the trivial baselines."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from lra_data import __main__, base, baselines, listops
 from lra_data.base import Task, TaskSpec
+from lra_data.text import ARCHIVE
 from tests.conftest import ROOT, write_archive
 from tests.data.test_base import in_processes, left
 from tests.data.test_files import lra_data
@@ -95,30 +97,26 @@ def test_the_length_of_a_pair_is_that_of_both(tmp_path: Path) -> None:
 
 
 def test_the_root_and_its_digits_leave_nested_lists_out(tmp_path: Path) -> None:
-    sizes = {"train": 40, "dev": 5, "test": 5}
-    for brackets, expected in ((True, "direct"), (False, "leading")):
-        split = listops.load(str(tmp_path), 64, 60, 10, brackets, sizes, 3).splits["train"]
-        with_ = listops.load(str(tmp_path), 64, 60, 10, True, sizes, 3).splits["train"]
-        keys = baselines.root_and_digits(split)
-        for i, (root, value) in enumerate(keys):
-            words = listops.to_text(with_.texts(i)[0]).split()
-            digits, depth, nested = [], 0, False
-            for word in words:
-                depth += (word in listops.TOKENS[:4]) - (word == "]")
-                nested |= depth == 2
-                if word.isdecimal() and depth == 1 and not (nested and expected == "leading"):
-                    digits.append(word)
-            assert listops.TOKENS[root] == words[0]
-            assert value == (listops.evaluate(f"{words[0]} {' '.join(digits)} ]") if digits else -1)
+    trees = {  # with brackets; without them
+        "[MAX 1 [MIN 2 3 ] 9 ]": (9, 1),
+        "[SM 5 [MED 1 2 ] [MAX 3 4 ] 6 7 ]": (8, 5),
+        "[MED [MIN 1 2 ] 7 3 ]": (5, -1),
+        "[MIN 4 2 ]": (2, 2),
+    }
+    for brackets in (True, False):
+        tokens = [[listops.CODES[word] for word in tree.split() if brackets or word != "]"] for tree in trees]
+        spec = TaskSpec(32, 64, classes=10, paired=False)
+        task = task_of(
+            tmp_path / str(brackets), spec, split_up([((bytes(codes),), 0) for codes in tokens for _ in "12"])
+        )
+        expected = [[codes[0], values[not brackets]] for codes, values in zip(tokens, trees.values(), strict=True)]
+        assert baselines.root_and_digits(task.splits["train"]).tolist() == expected
 
 
 def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
     """Of 20,000 official ones: majority 17%, root operator 36 to 37%, and its digits 47%; 4 standard errors."""
-    small = [
-        "task.data.examples={train:8000,dev:2000,test:2001}",
-        f"paths.data={tmp_path}",
-        f"paths.results={tmp_path}",
-    ]
+    examples = "task.data.examples={train:8000,dev:2000,test:2001}"
+    small = [examples, f"paths.data={tmp_path}", f"paths.results={tmp_path}"]
     done = lra_data("doctor", "listops", *small)
     assert done.returncode == 0, done.stderr
     clean, paper = doctored(tmp_path)
@@ -134,9 +132,7 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
             assert accuracy["root operator"] == pytest.approx(0.365, abs=0.043)
             assert accuracy["root operator and its digits"] == pytest.approx(digits, abs=0.045)
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(
-        "listops, protocol=paper: ready. Source: generated, made from the generator; fingerprint"
-    )
+    assert lines[0].startswith("listops, protocol=paper: ready. Source: generated, made from the generator; finger")
     assert [line.split()[:2] for line in lines[3:6]] == [["train", "8,000"], ["dev", "2,000"], ["test", "2,001"]]
     for line, start in zip(lines[6:8], ("  baselines on dev (2,000 ", "  baselines on test (2,001 "), strict=True):
         assert line.startswith(start)
@@ -215,12 +211,6 @@ def test_damaged_results_are_named(content: str, tmp_path: Path) -> None:
     assert failed.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/floors.json is damaged: delete it")
 
 
-def test_the_doctor_refuses_what_it_does_not_know() -> None:
-    failed = lra_data("doctor", "images")
-    assert failed.returncode == 1
-    assert failed.stderr == "error: task=images is not known; choose of listops, retrieval, text\n"
-
-
 def test_show_prints_ids_text_and_label(sources: Path) -> None:
     line = (sources / "new_aan_pairs.eval.tsv").read_text().splitlines()[3]
     label, _, _, one, two = line.split("\t")
@@ -244,13 +234,26 @@ def test_show_takes_overrides_on_either_side(tmp_path: Path) -> None:
     assert "]" in lra_data("show", "listops", "protocol=clean", *small).stdout
 
 
-@pytest.mark.parametrize("index", ["64", "-1"])
-def test_show_refuses_an_example_that_is_not_there(index: str, tmp_path: Path) -> None:
-    failed = lra_data("show", "listops", "--index", index, "trainer=smoke", f"paths.data={tmp_path}")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("prepare listops task.data.max_length=abc", "task.data.max_length=abc: Input should be a valid integer"),
+        ("prepare listops +task.data.foo=3", "task.data.foo=3: Unexpected keyword argument"),
+        (
+            "prepare text",
+            f"task=text needs .*/{ARCHIVE}, which .* `python -m lra_data prepare text paths.data=[^ ]*`",
+        ),
+        ("show listops trainer=smoke --index 64", "--index 64: the train split of listops has the examples 0 to 63"),
+        ("show listops trainer=smoke --index=-1", "--index -1: the train split of listops has the examples 0 to 63"),
+        ("doctor images", "task=images is not known; choose of listops, retrieval, text"),
+    ],
+)
+def test_one_sentence_tells_what_is_wrong(words: str, sentence: str, tmp_path: Path) -> None:
+    done = lra_data("prepare", "listops", "trainer=smoke", f"paths.data={tmp_path}")
+    assert done.stdout.startswith("listops is ready (generated): train 64, dev 8, test 8; fingerprint ")
+    failed = lra_data(*words.split(), f"paths.data={tmp_path}")
     assert failed.returncode == 1
-    assert (
-        failed.stderr.splitlines()[-1] == f"error: --index {index}: the train split of listops has the examples 0 to 63"
-    )
+    assert re.fullmatch(f"error: {sentence}.*\n", failed.stderr), failed.stderr
 
 
 TOY = """\
