@@ -24,11 +24,8 @@ Baseline = Callable[[Split, Split], float]  # fitted on the first: the accuracy 
 def measure(name: str, task: Task) -> dict[str, dict[str, float]]:
     """The accuracy of each trivial baseline of task `name` on dev and on test."""
     train = task.splits["train"]
-    baselines: dict[str, Baseline] = {
-        "majority": partial(by_key, nothing),
-        "length": partial(by_key, attrgetter("sizes"), binned=True),
-        **OWN.get(name, {}),
-    }
+    length = partial(by_key, attrgetter("sizes"), binned=True)
+    baselines: dict[str, Baseline] = {"majority": partial(by_key, nothing), "length": length, **OWN.get(name, {})}
     return {
         split: {title: accuracy(train, task.splits[split]) for title, accuracy in baselines.items()}
         for split in ("dev", "test")

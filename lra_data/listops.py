@@ -165,18 +165,16 @@ def _distinct(seed: int, *bounds: int) -> Iterator[Expression]:
             )
 
 
-def _draw(
-    chunk: int, seed: int, min_length: int, max_length: int, max_depth: int = 10, max_args: int = 10
-) -> list[Expression]:
+def _draw(chunk: int, seed: int, min_length: int, max_length: int, *shape: int) -> list[Expression]:
     """The kept ones of CHUNK trees."""
-    tokens, length, value = _grow(np.random.default_rng((seed, chunk)), CHUNK, 1, max_depth, max_args)
+    tokens, length, value = _grow(np.random.default_rng((seed, chunk)), CHUNK, 1, *shape)
     ends = np.cumsum(length)
     kept = np.flatnonzero((min_length < length) & (length < max_length))
     return [(tokens[ends[i] - length[i] : ends[i]].copy(), int(value[i])) for i in kept]
 
 
-def _grow(rng: np.random.Generator, nodes: int, depth: int, max_depth: int, max_args: int) -> _Trees:
-    """So many random subtrees whose roots are at one depth. Digits at depth 1 are too short to be kept: operators."""
+def _grow(rng: np.random.Generator, nodes: int, depth: int, max_depth: int = 10, max_args: int = 10) -> _Trees:
+    """Random subtrees whose roots are these nodes. At depth 1 all are operators: a digit is too short to be kept."""
     operator = rng.random(nodes) < OPERATOR_PROBABILITY if 1 < depth < max_depth else np.full(nodes, depth == 1)
     value = rng.integers(0, 10, nodes)
     token = np.where(operator, rng.integers(0, 4, nodes), ZERO + value).astype(np.uint8)

@@ -69,7 +69,7 @@ def load(
         except Exception as error:  # the libraries that read have many
             raise DataError(f"{place} cannot be read ({error!r}); get the data again, or {INSTEAD}") from None
         splits = {"train": train, "dev": test, "test": test}
-        if dev == "held-out":
+        if dev == "held-out":  # of either label
             rng, labels = np.random.default_rng(seed), np.array([label for _, _, label in train])
             held = np.zeros(len(train), bool)
             for label in (0, 1):

@@ -13,7 +13,6 @@ import pytest
 
 from lra_data import __main__, base, baselines, listops
 from lra_data.base import Task, TaskSpec
-from lra_data.text import ARCHIVE
 from tests.conftest import ROOT, write_archive
 from tests.data.test_base import in_processes, left
 from tests.data.test_files import lra_data
@@ -134,9 +133,8 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("listops, protocol=paper: ready. Source: generated, made from the generator; finger")
     assert [line.split()[:2] for line in lines[3:6]] == [["train", "8,000"], ["dev", "2,000"], ["test", "2,001"]]
-    for line, start in zip(lines[6:8], ("  baselines on dev (2,000 ", "  baselines on test (2,001 "), strict=True):
-        assert line.startswith(start)
-        assert "root operator and its digits" in line
+    for line, start in zip(lines[6:8], ("dev [(]2,000 ", "test [(]2,001 "), strict=True):
+        assert re.match(f"  baselines on {start}.*root operator and its digits", line)
     # Once more, for one protocol: the other's floors stay.
     assert lra_data("doctor", "listops", "protocol=clean", *small).returncode == 0
     assert len(doctored(tmp_path)) == 2
@@ -164,9 +162,7 @@ def test_the_doctor_finds_damage(tmp_path: Path) -> None:
     words = ["listops", "trainer=smoke", "protocol=clean", f"paths.data={tmp_path}", f"paths.results={tmp_path}"]
     assert lra_data("doctor", *words).returncode == 0
     (tokens,) = tmp_path.rglob("dev.tokens.bin")
-    content = bytearray(tokens.read_bytes())
-    content[7] ^= 1
-    tokens.write_bytes(content)
+    tokens.write_bytes(b"x" + tokens.read_bytes()[1:])
     done = lra_data("doctor", *words)
     assert done.returncode == 1
     assert "listops: NOT READY. the packed data in" in done.stdout
@@ -241,7 +237,7 @@ def test_show_takes_overrides_on_either_side(tmp_path: Path) -> None:
         ("prepare listops +task.data.foo=3", "task.data.foo=3: Unexpected keyword argument"),
         (
             "prepare text",
-            f"task=text needs .*/{ARCHIVE}, which .* `python -m lra_data prepare text paths.data=[^ ]*`",
+            "task=text needs .*/aclImdb_v1.tar.gz, which .* `python -m lra_data prepare text paths.data=.*`",
         ),
         ("show listops trainer=smoke --index 64", "--index 64: the train split of listops has the examples 0 to 63"),
         ("show listops trainer=smoke --index=-1", "--index -1: the train split of listops has the examples 0 to 63"),
