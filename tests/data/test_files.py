@@ -153,9 +153,7 @@ def test_every_source_gives_the_same_bytes(sources: Path, tmp_path: Path, monkey
     assert [task.manifest.origin for task in tasks] == list(named.values())
 
 
-def test_what_was_prepared_from_elsewhere_needs_no_word_of_it_again(
-    sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_packed_needs_no_source(sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = read_text(tmp_path, sources)
     assert read_text(tmp_path).fingerprint == first.fingerprint
     assert "made anew" not in capsys.readouterr().out
@@ -177,18 +175,16 @@ def test_without_a_hub_nothing_is_tried_twice_and_the_way_out_is_said(endpoint: 
     assert len(failed.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        ("absent", "is not there: make it with `pip install .*`tfds build imdb_reviews"),
-        ("truncated", "cannot be read"),
-        ("fewer", "40 of 41 train reviews"),
-        ("info", "cannot be read"),
-    ],
-)
-def test_damaged_tfds_is_named(
-    damage: str, complaint: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+TFDS_DAMAGES = {
+    "absent": "is not there: make it with `pip install .*`tfds build imdb_reviews",
+    "truncated": "cannot be read",
+    "fewer": "40 of 41 train reviews",
+    "info": "cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", TFDS_DAMAGES)
+def test_damaged_tfds_is_named(damage: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDS_DATA_DIR", str(write_tfds(sources / text.ARCHIVE, tmp_path / "tfds")))
     (info,) = tmp_path.rglob("dataset_info.json")
     (records,) = tmp_path.rglob("imdb_reviews-train.array_record*")
@@ -200,7 +196,7 @@ def test_damaged_tfds_is_named(
         info.write_text("{")
     else:
         monkeypatch.setattr(tfds.core.SplitInfo, "num_examples", 41)
-    refused(f"{complaint}.*put aclImdb_v1.tar.gz into paths", read_text, tmp_path, "tfds")
+    refused(f"{TFDS_DAMAGES[damage]}.*put aclImdb_v1.tar.gz into paths", read_text, tmp_path, "tfds")
 
 
 def test_retrieval_is_pairs(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,9 +419,7 @@ def test_texts_longer_than_the_padded_length_are_refused_before_they_are_read(tm
 
 
 @pytest.mark.data
-def test_the_real_archive_is_lra_text_and_no_longer_so_with_one_changed_review(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_changed_review_is_not_lras(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(text._read_archive(shared_data / text.ARCHIVE))
     monkeypatch.setattr(text, "_read_archive", lambda _: rows)
     task = text.load(str(tmp_path), 4096, 4000, "test", ALL, 0, str(shared_data))
@@ -450,11 +444,11 @@ def test_the_stand_in_for_retrieval_is_marked_as_one(shared_data: Path, tmp_path
     assert task.splits["train"].lengths.max() == 4000
 
 
-def lra_data(*words: object) -> subprocess.CompletedProcess[str]:
+def lra_data(*words: str) -> subprocess.CompletedProcess[str]:
     """What `python -m lra_data words...` does, without the second that its imports take."""
     output, errors, code = io.StringIO(), io.StringIO(), None
     with redirect_stdout(output), redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["lra_data", *map(str, words)])
+        patch.setattr(sys, "argv", ["lra_data", *words])
         try:
             __main__.main()
         except SystemExit as end:

@@ -49,14 +49,14 @@ def test_a_key_that_train_does_not_have_gets_the_commonest_label(tmp_path: Path)
     assert baselines.by_key(lambda split: np.full((len(split), 1), split is dev), train, dev) == 1
 
 
+def letters(rng: np.random.Generator, share_of_a: float) -> bytes:
+    others = (1 - share_of_a) / 3
+    return bytes(rng.choice(list(b"abcd"), rng.integers(40, 60), p=[share_of_a, others, others, others]).tolist())
+
+
 def test_bag_of_bytes_learns_from_shares_of_bytes_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-
-    def review(label: int) -> base.Example:
-        letters = rng.choice(list(b"abcd"), rng.integers(20, 60), p=[0.4, 0.2, 0.2, 0.2] if label else [0.25] * 4)
-        return (letters.astype(np.uint8).tobytes(),), label
-
-    examples = split_up([review(i // 2 % 2) for i in range(2000)])
+    examples = split_up([((letters(rng, 0.4 if i // 2 % 2 else 0.25),), i // 2 % 2) for i in range(2000)])
     scored = baselines.bag_of_bytes(*(task_of(tmp_path, ONE, examples).splits[name] for name in ("train", "dev")))
     shares = [(texts[0].count(b"a") / len(texts[0]) > 0.325) == label for texts, label in examples["dev"]]
     assert scored == pytest.approx(np.mean(shares), abs=0.04)  # the best line through them; s.e. 0.01
@@ -67,13 +67,9 @@ def test_bag_of_bytes_of_a_pair_learns_whether_the_two_are_alike(tmp_path: Path)
     """Texts with many a and texts with few: alike in a pair of label 1. All have the same set of bytes."""
     rng = np.random.default_rng(0)
 
-    def text(many: int) -> bytes:
-        letters = rng.choice(list(b"abcd"), rng.integers(40, 60), p=[0.7, 0.1, 0.1, 0.1] if many else [0.25] * 4)
-        return letters.astype(np.uint8).tobytes()
-
     def pair(label: int) -> base.Example:
-        first = int(rng.integers(2))
-        return (text(first), text(first if label else 1 - first)), label
+        shares = (0.7, 0.25) if rng.integers(2) else (0.25, 0.7)
+        return (letters(rng, shares[0]), letters(rng, shares[not label])), label
 
     task = task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)]))
     measured = baselines.measure("retrieval", task)["dev"]
@@ -220,11 +216,10 @@ def test_show_prints_ids_text_and_label(sources: Path) -> None:
 
 def test_show_takes_overrides_on_either_side(tmp_path: Path) -> None:
     small = ["trainer=smoke", f"paths.data={tmp_path}"]
-    first = lra_data("show", "listops", *small, "--index", "2").stdout
-    second = lra_data("show", "listops", "--index", "2", *small).stdout
-    assert first == second
-    assert "listops, train, example 2 of 64" in first
-    text = first.split("text:\n")[1]
+    shown = lra_data("show", "listops", *small, "--index", "2").stdout
+    assert shown == lra_data("show", "listops", "--index", "2", *small).stdout
+    assert "listops, train, example 2 of 64" in shown
+    text = shown.split("text:\n")[1]
     assert text.startswith(("[M", "[SM"))
     assert "]" not in text  # the paper's protocol
     assert "]" in lra_data("show", "listops", "protocol=clean", *small).stdout
