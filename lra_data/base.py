@@ -119,11 +119,11 @@ class Split:
         length = self.spec.length
         if trim:
             length = min(length, -(-int(self.lengths[indices].max()) // ROUND) * ROUND)
-        ids = self.windows[:, :length][self.starts[indices]].astype(np.int32)
+        ids = self.windows[:, :length][self.starts.take(indices, 0).ravel()].astype(np.int32)
         ids += 1
-        for row, size in zip(ids.reshape(-1, length), self.sizes[indices].ravel().tolist(), strict=True):
+        for row, size in zip(ids, self.sizes.take(indices, 0).ravel().tolist(), strict=True):
             row[size:] = 0  # what stands behind the text
-        return ids if self.spec.paired else ids[:, 0], self.labels[indices].astype(np.int64)
+        return ids.reshape(-1, 2, length) if self.spec.paired else ids, self.labels[indices].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Batches:
         return order[start - first * self.examples :][:count]
 
 
-@lru_cache(4)
+@lru_cache(2)
 def _shuffled(examples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.default_rng((seed, epoch)).permutation(examples)
 
