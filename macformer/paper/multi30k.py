@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,7 +75,7 @@ class Vocabulary:
         return self.tokenizer.get_vocab_size()
 
     def encode(self, texts: list[str], *begin: int) -> list[Tensor]:
-        """Ids of each text, `begin` before them and END after them."""
+        """Ids of each text between `begin` and END."""
         encoded = self.tokenizer.encode_batch([unicodedata.normalize("NFC", text) for text in texts])
         return [torch.tensor([*begin, *text.ids, END], dtype=torch.int32) for text in encoded]
 
@@ -85,8 +86,6 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Multi30K ready for use."""
-
     splits: dict[str, Pairs]
     vocabulary: Vocabulary
     fingerprint: str  # sha256 of the texts and the vocabulary
@@ -97,18 +96,20 @@ def load(folder: Path, vocabulary: int) -> Corpus:
     """Multi30K from a folder with {train,val,test_2016_flickr}.{de,en}, plain or gzipped; `vocabulary` ids."""
     if vocabulary < SMALLEST:
         raise DataError(f"--vocabulary {vocabulary} is too small: at least {SMALLEST}, an id for each byte")
-    texts = {split: _read_split(folder / name) for split, name in FILES.items()}
+    texts = {split: [_read_lines(folder / f"{name}.{end}") for end in LANGUAGES] for split, name in FILES.items()}
     digest = _sha256("\n".join(json.dumps(texts[split]) for split in SPLITS))
-    words = Vocabulary(vocabulary, (text for side in texts["train"] for text in side))
-    splits = {
-        split: Pairs(words.encode(german), words.encode(english, BEGIN), english)
-        for split, (german, english) in texts.items()
-    }
-    for split, pairs in splits.items():
+    words, splits = Vocabulary(vocabulary, chain(*texts["train"])), dict[str, Pairs]()
+    for split, (german, english) in texts.items():
+        file = folder / FILES[split]
+        if len(german) != len(english):
+            raise DataError(f"{file} has {len(german)} German and {len(english)} English lines; get the data again")
+        splits[split] = pairs = Pairs(words.encode(german), words.encode(english, BEGIN), english)
         line, side = np.unravel_index(pairs.lengths.argmax(), pairs.lengths.shape)
         if (tokens := pairs.lengths[line, side]) > LONGEST:
-            where = f"Multi30K's {FILES[split]}.{LANGUAGES[side]}: line {line + 1}"
-            raise DataError(f"{where} has {tokens:,} tokens, at most {LONGEST:,} fit: shorten it or raise --vocabulary")
+            raise DataError(
+                f"{file}.{LANGUAGES[side]}: line {line + 1} has {tokens:,} tokens, at most {LONGEST:,} fit: "
+                "shorten it or raise --vocabulary"
+            )
     fingerprint = _sha256(_sha256(f"{vocabulary} {digest}") + words.tokenizer.to_str())
     return Corpus(splits, words, fingerprint, "multi30k" if digest == MULTI30K else "stand-in")
 
@@ -117,23 +118,13 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read_split(files: Path) -> list[list[str]]:
-    """The lines of both languages; `files` lacks the ending."""
-    sides = [_read_lines(files.with_name(f"{files.name}.{language}")) for language in LANGUAGES]
-    if len(sides[0]) != len(sides[1]):
-        raise DataError(f"{files} has {len(sides[0])} German and {len(sides[1])} English lines; get the data again")
-    for side, language in zip(sides, LANGUAGES, strict=True):
-        if "" in side:
-            raise DataError(f"{files}.{language}: line {side.index('') + 1} is empty; get the data again")
-    return sides
-
-
 def _read_lines(plain: Path) -> list[str]:
+    """The lines of that file, or of its gzipped copy beside it."""
     zipped = plain.with_name(f"{plain.name}.gz")
     file = zipped if zipped.is_file() else plain
     try:
         content = gzip.decompress(file.read_bytes()) if file == zipped else file.read_bytes()
-        return [line.strip() for line in content.decode().removesuffix("\n").split("\n")]
+        lines = [line.strip() for line in content.decode().removesuffix("\n").split("\n")]
     except FileNotFoundError:
         raise DataError(
             f"Multi30K needs the file {plain} (or {zipped.name}), which is not there: put the raw files of Multi30K's "
@@ -141,6 +132,9 @@ def _read_lines(plain: Path) -> list[str]:
         ) from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read ({error}); get it again") from None
+    if "" in lines:
+        raise DataError(f"{plain}: line {lines.index('') + 1} is empty; get the data again")
+    return lines
 
 
 def batches(lengths: Indices, steps: int, seed: int, epoch: int) -> list[Indices]:
@@ -154,16 +148,12 @@ def batches(lengths: Indices, steps: int, seed: int, epoch: int) -> list[Indices
         raise DataError(f"--steps-per-epoch {steps} is too many for {len(lengths)} pairs: a batch needs at least one")
     rng = np.random.default_rng((seed, epoch))
     windows = np.array_split(rng.permutation(len(lengths)), -(-steps // WINDOW))
-    by_length = [
-        window[np.argsort(lengths[window].max(1), kind="stable")][:: -1 if number % 2 else 1]
-        for number, window in enumerate(windows)
-    ]
-    order = np.concatenate(by_length)
+    by_length = [window[np.argsort(lengths[window].max(1), kind="stable")] for window in windows]
+    order = np.concatenate([window[:: (-1) ** number] for number, window in enumerate(by_length)])
     tokens = lengths[order].sum(1)
-    ends = np.cumsum(tokens)
+    ends, ordinals = np.cumsum(tokens), np.arange(1, steps)
     # Where each batch ends, if all are to have the same number of tokens and at least one pair.
-    places = np.arange(1, steps)
-    cuts = np.searchsorted(ends - tokens / 2, ends[-1] * places / steps)
-    cuts = np.maximum.accumulate(np.maximum(cuts - places, 0)) + places
-    cut = np.split(order, np.minimum(cuts, len(order) - steps + places))
-    return [cut[i] for i in rng.permutation(steps)]
+    spare = np.searchsorted(ends - tokens / 2, ends[-1] * ordinals / steps) - ordinals
+    spare = np.maximum.accumulate(np.clip(spare, 0, len(order) - steps))
+    found = np.split(order, spare + ordinals)
+    return [found[i] for i in rng.permutation(steps)]

@@ -111,7 +111,7 @@ def test_a_text_that_is_too_long_is_named(split: str, side: int, folder: Path) -
     write(room // 2)
     assert LONGEST - 1 <= read(folder, 259).splits[split].lengths[5, side] <= LONGEST
     write(room)
-    where = rf"Multi30K's {FILES[split]}\.{('de', 'en')[side]}: line 6"
+    where = rf"{folder}/{FILES[split]}\.{('de', 'en')[side]}: line 6"
     refused(folder, rf"{where} has 2,04\d tokens, at most 1,024 fit: shorten it or raise --vocabulary", 259)
 
 
