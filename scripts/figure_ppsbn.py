@@ -35,28 +35,27 @@ except ModuleNotFoundError as error:
 from macformer.paper.seq2seq import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / "results" / "figures"
 SEEDS = "0,1,2,3,4"
 BEGIN, END = "<!-- written by `make figure-ppsbn` -->", "<!-- until here: ppsbn -->"
 OPTIONS = [name for name in Settings.model_fields if name not in ("seed", "pre_sbn", "post_sbn")]
 
 
 def train_all(runs: Sequence[Settings], corpus: multi30k.Corpus, results: Path, outputs: Path, jobs: int) -> int:
-    """Each run in a process of its own, `jobs` at a time; returns how many failed."""
-    waiting, running, failed = list(runs), list[Process](), 0
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                process = Process(target=_train, args=(waiting.pop(0), corpus, results, outputs))
-                process.start()
-                running.append(process)
-            wait([process.sentinel for process in running])
-            ended = [process for process in running if not process.is_alive()]
-            failed += sum(process.exitcode != 0 for process in ended)
-            running = [process for process in running if process not in ended]
-    finally:
-        for process in running:
-            process.terminate()
-            process.join()
+    """Each run in a process of its own, `jobs` at a time; returns how many failed.
+
+    The processes are daemons: they end with this one.
+    """
+    waiting = [Process(target=_train, args=(run, corpus, results, outputs), daemon=True) for run in runs]
+    running, failed = set[Process](), 0
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            waiting[0].start()
+            running.add(waiting.pop(0))
+        wait([process.sentinel for process in running])
+        ended = {process for process in running if process.exitcode is not None}
+        failed += sum(process.exitcode != 0 for process in ended)
+        running -= ended
     return failed
 
 
@@ -79,102 +78,85 @@ def _train(settings: Settings, corpus: multi30k.Corpus, results: Path, outputs: 
 def report_of(found: Sequence[translation.Record], command: str) -> dict[str, Any]:
     """What the figure and the claims are made of. Code, machine and settings are the first run's, without ppSBN."""
     first, second, *_ = found
-    own = first.settings
-    defaults = not own.model_dump(exclude_defaults=True, exclude={"seed"})
-    return {
-        "code": first.code.model_dump(),
-        "environment": first.environment.model_dump(),
-        "settings": {
-            **own.model_dump(include={"width", "heads", "layers"}),
-            "command": command,
-            "preset": "small" if defaults else "changed",
-            "epochs": own.epochs,
-            "vocabulary": own.vocabulary,
-            "parameters": first.parameters,
-            "ppsbn_parameters": second.parameters - first.parameters,
-            "source": first.source,
-            "examples": first.examples,
-            "signature": first.signature,
-            "search": "greedy",
-        },
-        "runs": [
-            {
-                "ppsbn": run.settings.post_sbn,
-                "seed": run.settings.seed,
-                "run_id": run.run_id,
-                **run.test.model_dump(),
-                "train_loss": run.history[-1].train_loss,
-                "seconds": run.seconds["training"] + run.seconds["evaluation"] + run.seconds["pause"],
-                "history": [epoch.model_dump(exclude={"train_seconds"}) for epoch in run.history],
-            }
-            for run in found
-        ],
-    }
+    own, preset = first.settings, "changed"
+    if not own.model_dump(exclude_defaults=True, exclude={"seed"}):
+        preset = "small"
+    settings = own.model_dump(include={"width", "heads", "layers"})
+    settings |= {"command": command, "preset": preset, "epochs": own.epochs, "vocabulary": own.vocabulary}
+    settings |= {"parameters": first.parameters, "ppsbn_parameters": second.parameters - first.parameters}
+    settings |= first.model_dump(include={"source", "examples", "signature"}) | {"search": "greedy"}
+    runs = [
+        {"ppsbn": run.settings.post_sbn, "seed": run.settings.seed, "run_id": run.run_id}
+        | run.test.model_dump()
+        | {"train_loss": run.history[-1].train_loss, "seconds": sum(run.seconds.values())}
+        | {"history": [epoch.model_dump(exclude={"train_seconds"}) for epoch in run.history]}
+        for run in found
+    ]
+    return first.model_dump(include={"code", "environment"}) | {"settings": settings, "runs": runs}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    places = argparse.ArgumentParser(add_help=False)
+    places.add_argument("--multi30k", type=Path, default=ROOT / "data" / "multi30k", help="default: data/multi30k")
+    places.add_argument("--output", type=Path, default=HOME, help="where the figure goes")
+    places.add_argument("--results", type=Path, default=ROOT / "results", help="where the records go: below runs/")
+    places.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="where the checkpoints go")
+    places.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side; default: all cores")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[places])
     parser.add_argument("--seeds", default=SEEDS, help=f"default: {SEEDS}")
-    parser.add_argument("--multi30k", type=Path, default=ROOT / "data" / "multi30k", help="default: data/multi30k")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "figures", help="where the figure goes")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="where the records go: below runs/")
-    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="where the checkpoints go")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side; default: all cores")
     for name in OPTIONS:
         default = Settings.model_fields[name].default
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), help=f"default: {default}")
-    options = parser.parse_args(arguments)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
+    options, (_, words) = parser.parse_args(arguments), places.parse_known_args(arguments)
     try:
-        return make_figure(options, parser.get_default("output"))
+        make_figure(options, words)
     except ValidationError as error:
         first = error.errors()[0]
         option = "".join(f"--{str(name).replace('_', '-')} {first['input']}" for name in first["loc"])
-        said = first["msg"].removeprefix("Value error, ").replace("Input", option)
-        print(f"error: {said}", file=sys.stderr)
+        sentence = first["msg"].removeprefix("Value error, ").replace("Input", option)
+        sys.exit(f"error: {sentence}")
     except (DataError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on after the last whole epoch of each run", file=sys.stderr)
-        return 130
-    return 1
+        sys.exit(130)
 
 
-def make_figure(options: argparse.Namespace, home: Path) -> int:
-    """Train what is not finished, and draw all. `home` is the folder of the committed figure."""
-    changed = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
+    """Train what is not finished, and draw all. `words`: what was given besides places, the seeds and settings."""
     if not all(seed.isdecimal() for seed in options.seeds.split(",")):
         raise ValueError(f"--seeds {options.seeds} should be whole numbers, as in 0,1,2")
-    seeds = sorted(set(map(int, options.seeds.split(","))))
-    at_home = options.output.resolve() == home
-    if at_home and (changed or options.seeds != SEEDS):
+    at_home = options.output.resolve() == HOME
+    if at_home and words:
         raise ValueError("other settings or seeds need an --output: results/figures has the whole figure")
-    arms = [Settings(seed=seed, pre_sbn=on, post_sbn=on, **changed) for seed in seeds for on in (False, True)]
-    corpus = multi30k.load(options.multi30k, arms[0].vocabulary)
-    multi30k.batches(corpus.splits["train"].lengths, arms[0].steps_per_epoch, seed=0, epoch=0)
+    shared = {name: getattr(options, name) for name in OPTIONS}
+    seeds = sorted(set(map(int, options.seeds.split(","))))
+    runs = [Settings(seed=seed, pre_sbn=on, post_sbn=on, **shared) for seed in seeds for on in (False, True)]
+    corpus = multi30k.load(options.multi30k, options.vocabulary)
+    multi30k.batches(corpus.splits["train"].lengths, options.steps_per_epoch, seed=0, epoch=0)
     options.output.mkdir(parents=True, exist_ok=True)
     find_block(BEGIN, END)  # all that can go wrong should do so now, not when the work is done
-    files_of = [translation.identify(run, corpus.fingerprint, options.results)[1] for run in arms]
-    left = [run for run, file in zip(arms, files_of, strict=True) if not translation.finished(file)]
-    print(f"{len(arms) - len(left)} of {len(arms)} runs are finished", flush=True)
+    files_of = [translation.identify(run, corpus.fingerprint, options.results)[1] for run in runs]
+    left = [run for run, file in zip(runs, files_of, strict=True) if not translation.finished(file)]
+    print(f"{len(runs) - len(left)} of {len(runs)} runs are finished", flush=True)
     if failed := train_all(left, corpus, options.results, options.outputs, max(1, options.jobs)):
         raise DataError(f"{failed} of {len(left)} runs failed (see above)")
     found = [record for file in files_of if (record := translation.finished(file))]
     if len({(record.code.commit, record.environment.device_name) for record in found}) > 1:
         print("warning: these runs are of several commits or machines; the figure names the first", file=sys.stderr)
-    words = [f"--{name.replace('_', '-')} {value}" for name, value in changed.items()]
-    words += [f"--seeds {options.seeds}"] * (options.seeds != SEEDS)
     report = report_of(found, " ".join(["python -m scripts.figure_ppsbn", *words]))
     verdict, drawn = experiments.sentence4(report), epochs.draw(report)
-    contents: dict[str, str | bytes] = {"json": json.dumps(report, indent=1) + "\n", "csv": epochs.csv(report)}
+    contents: dict[str, str | bytes] = {"json": json.dumps(report, indent=1) + "\n"}
     contents |= {"md": epochs.markdown(report, verdict), "png": drawn.png, "svg": drawn.svg}
     for ending, content in contents.items():
         files.write(options.output / f"ppsbn.{ending}", content)
     if at_home:  # the README shows this very figure
         write_block(BEGIN, END, f"{verdict} {epochs.reached(report)}\n")
     print(f"{verdict}\nwritten to {options.output}: ppsbn.{{{','.join(contents)}}}")
-    return 0
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(main())
+    main()

@@ -17,7 +17,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from macformer.bench.race import provenance
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.paper import random_data
-from macformer.paper.random_data import FEATURES, FIXED, LENGTHS, Settings
+from macformer.paper.random_data import FIXED, Settings
 
 try:
     from macformer.paper import maps
@@ -33,52 +33,48 @@ except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures]' (make setup does)")
 
 ROOT = Path(__file__).parent.parent
+HOME = ROOT / "results" / "figures"
 STATE = ROOT / "outputs" / "figure_rmfa"  # what is measured so far
-QUICK, FULL = (1, 12), (16, 100)  # examples, repeats
+QUICK, FULL = Settings(batch=1, repeats=12), Settings(batch=16, repeats=100)
 
 
 def text_of(report: dict[str, Any]) -> str:
     """JSON with a line for each cell."""
-    parts = []
-    for key, value in report.items():
-        lines = json.dumps(value)
-        if isinstance(value, list) and isinstance(value[0], dict):
-            lines = "[\n" + ",\n".join(f" {json.dumps(each)}" for each in value) + "\n]"
-        parts.append(f"{json.dumps(key)}: {lines}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    parts = {key: json.dumps(value) for key, value in report.items()}
+    for key in ("cells", "softmax", "samplings"):
+        parts[key] = "[\n" + ",\n".join(f" {json.dumps(row)}" for row in report[key]) + "\n]"
+    return "{\n" + ",\n".join(f'"{key}": {part}' for key, part in parts.items()) + "\n}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument("--output", type=Path, default=HOME)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[place])
     parser.add_argument("--full", action="store_true", help="the paper's 16 examples and 100 repeats: about 11 hours")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="default: 200, 400 .. 4000")
-    parser.add_argument("--features", type=int, nargs="+", default=FEATURES, help="default: 8, 16 .. 2048")
-    parser.add_argument("--repeats", type=int, help=f"default: {QUICK[1]}, with --full {FULL[1]}")
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 200, 400 .. 4000")
+    parser.add_argument("--features", type=int, nargs="+", help="default: 8, 16 .. 2048")
+    parser.add_argument("--repeats", type=int, help=f"default: {QUICK.repeats}, with --full {FULL.repeats}")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "figures")
-    options = parser.parse_args(arguments)
-    given = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
-    batch, repeats = FULL if options.full else QUICK
-    repeats = given.get("repeats", repeats)
+    options, (_, words) = parser.parse_args(arguments), place.parse_known_args(arguments)
+    changed = {name: getattr(options, name) for name in ("lengths", "features", "repeats")}
+    changed = {name: value for name, value in changed.items() if value is not None}
     try:
-        settings = Settings(batch, repeats, tuple(options.lengths), tuple(options.features))
+        settings = replace(FULL if options.full else QUICK, **changed)
         device = devices.choose(options.device)
+        if changed and options.output == HOME:
+            raise ValueError("other lengths, features or repeats need an --output: results/figures has the whole map")
+        if options.output.exists() and not options.output.is_dir():
+            raise ValueError(f"--output {options.output} is a file: give a folder")
+        devices.prepare(device, 1)
+        random_data.check(settings, device)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    if "output" not in given and given.keys() & {"lengths", "features", "repeats"}:
-        sys.exit("error: other lengths, features or repeats need an --output: results/figures has the whole map")
-    if options.output.exists() and not options.output.is_dir():
-        sys.exit(f"error: --output {options.output} is a file: give a folder")
-    devices.prepare(device, 1)
-    command = "python -m scripts.figure_rmfa" + " --full" * options.full
-    for name in (name for name in given if name not in ("full", "output")):
-        command += f" --{name} {' '.join(map(str, given[name])) if isinstance(given[name], list) else given[name]}"
-    how = {"quick": not options.full, "batch": batch, **FIXED, "repeats": repeats, "threads": 1, "command": command}
-    head = {**provenance(device), "settings": how}
-    if complaint := random_data.wrong(settings, device):
-        sys.exit(f"error: {complaint}")
-    identity = json.dumps([asdict(settings), head], sort_keys=True)  # other code or another machine begins anew
-    state = STATE / f"{hashlib.sha256(identity.encode()).hexdigest()[:12]}.json"
+    how = {"quick": not options.full, "batch": settings.batch, **FIXED, "repeats": settings.repeats, "threads": 1}
+    command = " ".join(["python -m scripts.figure_rmfa", *words])
+    head = {**provenance(device), "settings": {**how, "command": command}}
+    identity = hashlib.sha256(json.dumps(head).encode())  # another command, other code or another machine begins anew
+    state = STATE / f"{identity.hexdigest()[:12]}.json"
     try:
         samples = random_data.measure_all(settings, device, state)
     except KeyboardInterrupt:
@@ -89,8 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         sys.exit(f"error: not enough memory for softmax at n = {settings.lengths[-1]:,}; use shorter --lengths")
     report = head | random_data.report(settings, samples)
-    contents: dict[str, str | bytes] = {"rmfa.json": text_of(report)}
-    contents |= {"rmfa.csv": maps.csv(report), "rmfa.md": maps.markdown(report)}
+    contents: dict[str, str | bytes] = {"rmfa.json": text_of(report), "rmfa.md": maps.markdown(report)}
     for drawn in maps.draw(report):
         contents |= {f"{drawn.name}.png": drawn.png, f"{drawn.name}.svg": drawn.svg}
     for name, content in contents.items():

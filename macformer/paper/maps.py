@@ -4,10 +4,8 @@ Unlike the paper's, the maps are not smoothed: a field is a cell. Needs matplotl
 Letters: n length, D features, d head width.
 """
 
-import math
 import textwrap
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -18,8 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, MaxNLocator
-from numpy.typing import NDArray
+from matplotlib.ticker import Formatter, LogLocator, MaxNLocator
 
 from macformer.paper.experiments import ERRORS, SOFTMAX, values
 from macformer.paper.finding import WORDS
@@ -45,29 +42,17 @@ Report = dict[str, Any]
 
 
 def frame(report: Report, part: str) -> pd.DataFrame:
-    """A row for each of report[part], by the names of the CSV: logarithms to the base 10, median milliseconds.
+    """A row for each of report[part]: a column for each error and gain, the mean of log10 over the repeats.
 
-    `cells`: of the paper's map, at every length. `samplings`: of every map, at the longest length. Means and standard
-    deviations (none of one repeat) are those of the logarithms, over the repeats.
+    `cells`: of the paper's map, at every length. `samplings`: of every map, at the longest length. `nmse_sd` and so on
+    are standard deviations of the logarithms, 0 for one repeat; `ms` is the median of the milliseconds.
     """
-    cells = report[part]
-    columns: dict[str, Any] = {name: [cell[name] for cell in cells] for name in ("n", "D")}
-    columns["repeats"] = repeats = len(cells[0]["seconds"])
-    for kind, each in values(report, cells).items():
-        logs, name = np.log10(each), _column(kind)
-        columns[f"{name}_mean"] = logs.mean(1)
-        columns[f"{name}_sd"] = logs.std(1, ddof=1) if repeats > 1 else math.nan
-    return pd.DataFrame(columns | {"median_ms": [1e3 * median(cell["seconds"]) for cell in cells]})
-
-
-def _column(kind: str) -> str:
-    return f"log10_{'acceleration_' * (kind in SOFTMAX)}{kind}"
-
-
-def csv(report: Report) -> str:
-    """One row a cell; no standard deviation of one repeat."""
-    cells = frame(report, "cells")
-    return cells.assign(median_ms=cells.median_ms.map("{:.4g}".format)).to_csv(index=False, float_format="%.4f")
+    rows = pd.DataFrame(report[part])
+    for kind, each in values(report, report[part]).items():
+        logs = np.log10(each)
+        rows[kind], rows[f"{kind}_sd"] = logs.mean(1), logs.std(1, ddof=min(1, logs.shape[1] - 1))
+    rows["ms"] = 1e3 * rows["seconds"].map(median)
+    return rows
 
 
 def caption(report: Report) -> str:
@@ -79,28 +64,32 @@ def caption(report: Report) -> str:
 def findings(report: Report) -> list[str]:
     """What the cells say of the paper's claims: error falls with D and grows with n, RMFA is faster everywhere."""
     cells, lengths, features = frame(report, "cells"), report["lengths"], report["features"]
-    explicit, sdpa, worse = ((cells[f"{_column(kind)}_mean"] > 0).sum() for kind in (*SOFTMAX, "deviation"))
+    above = {kind: (cells[kind] > 0).sum() for kind in (*SOFTMAX, "deviation")}
     found = [
-        f"by the mean, faster than explicit softmax in {explicit} of {len(cells)} cells, than SDPA in {sdpa}",
-        f"error above that of averaging V in {worse} of {len(cells)} cells",
+        "by the mean, faster than explicit softmax in {explicit} of {0} cells, than SDPA in {sdpa}",
+        "error above that of averaging V in {deviation} of {0} cells",
     ]
+    found = [sentence.format(len(cells), **above) for sentence in found]
     for D in sorted({features[0], features[-1]}):
         ends = cells[(cells.D == D) & cells.n.isin([lengths[0], lengths[-1]])]
-        logs = [" to ".join(f"{x:.2f}" for x in ends[f"{_column(kind)}_mean"]) for kind in ("nmse", "nmse_offset")]
-        times = [" to ".join(f"{10**x:.3g}" for x in ends[f"{_column(kind)}_mean"]) for kind in SOFTMAX]
         found.append(
-            f"D = {D:,}, n = {' to '.join(f'{n:,}' for n in ends.n)}: log10 NMSE {logs[0]} (V ~ N(1, 1): {logs[1]}), "
-            f"times faster than explicit {times[0]}, than SDPA {times[1]}"
+            f"D = {D:,}, n = {_to(ends.n, ',')}: log10 NMSE {_to(ends.nmse, '.2f')} (V ~ N(1, 1): "
+            f"{_to(ends.nmse_offset, '.2f')}), times faster than explicit {_to(10**ends.explicit, '.3g')}, "
+            f"than SDPA {_to(10**ends.sdpa, '.3g')}"
         )
     return found
 
 
+def _to(numbers: Iterable[float], form: str) -> str:
+    return " to ".join(f"{number:{form}}" for number in numbers)
+
+
 def markdown(report: Report) -> str:
-    names, several, rows = [_column(kind) for kind in ERRORS], report["settings"]["repeats"] > 1, []
-    for cell, (_, row) in zip(report["samplings"], frame(report, "samplings").iterrows(), strict=True):
-        logs = [f"{row[f'{name}_mean']:.2f}" + f" ± {row[f'{name}_sd']:.2f}" * several for name in names]
-        faster = [f"{10 ** row[f'{_column(kind)}_mean']:.3g}" for kind in SOFTMAX]
-        rows.append(f"| {cell['sampling']} | {cell['D']:,} | {' | '.join([*logs, *faster])} | {row.median_ms:.3g} |")
+    rows, deviation = [], " ± {:.2f}" if report["settings"]["repeats"] > 1 else ""
+    for row in frame(report, "samplings").to_dict("records"):
+        errors = [f"{row[kind]:.2f}" + deviation.format(row[f"{kind}_sd"]) for kind in ERRORS]
+        times = [f"{time:.3g}" for time in (*(10 ** row[kind] for kind in SOFTMAX), row["ms"])]
+        rows.append(f"| {row['sampling']} | {row['D']:,} | {' | '.join([*errors, *times])} |")
     softmax = {arm: f"{1e3 * median(report['softmax'][-1][arm]):.3g} ms" for arm in SOFTMAX}
     return WORDS["pages"]["rmfa"].format(
         command=report["settings"]["command"],
@@ -121,37 +110,35 @@ def draw(report: Report) -> list[Drawn]:
 def _maps(report: Report) -> Drawn:
     figure = Figure((8.4, 8), layout=ConstrainedLayoutEngine(wspace=0.06))
     panels, cells = figure.subplots(2, 2, sharex=True, sharey=True), frame(report, "cells")
-    for panel, (kind, (name, unit, at_zero)) in zip(panels.flat, PANELS.items(), strict=True):
-        means = cells.pivot(index="D", columns="n", values=f"{_column(kind)}_mean").to_numpy()
-        _heat(panel, report, means, unit, at_zero)
-        panel.set_title(name)
-    for panel in panels[1]:
-        panel.set_xlabel("length n (tokens)")
-    for panel in panels[:, 0]:
-        panel.set_ylabel("features D")
+    for panel, (kind, (title, unit, at_zero)) in zip(panels.flat, PANELS.items(), strict=True):
+        _heat(panel, cells.pivot(index="D", columns="n", values=kind), unit, at_zero)
+        panel.set(title=title, xlabel="length n (tokens)", ylabel="features D")
+        panel.label_outer()
     figure.supxlabel(textwrap.fill(caption(report), WRAP), **SMALL)
     return saved("rmfa-maps", figure, "RMFA against softmax attention on random data", caption(report))
 
 
-def _heat(panel: Axes, report: Report, values: NDArray[Any], unit: str, at_zero: str) -> None:
-    lengths, logs = report["lengths"], [math.log2(D) for D in report["features"]]
-    image = panel.pcolormesh(_edges(lengths), _edges(logs), values, cmap=COLOURS)
+def _heat(panel: Axes, means: pd.DataFrame, unit: str, at_zero: str) -> None:
+    """A row of the map for each D, a column for each length. `at_zero`: the label of the contour at 0, if any."""
+    values, where = means.to_numpy(), (means.columns, np.log2(means.index))
     assert panel.figure
-    bar = panel.figure.colorbar(image, ax=panel)
-    bar.set_label(unit)
+    bar = panel.figure.colorbar(panel.pcolormesh(*where, values, cmap=COLOURS), ax=panel, label=unit)
     bar.outline.set_visible(False)
     panel.grid(visible=False)
-    panel.set_yticks(logs, [str(D) for D in report["features"]])
+    panel.set_yticks(where[1], means.index.astype(str))
     panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     panel.xaxis.set_major_formatter("{x:.0f}")
     if min(values.shape) < 2:
         return  # no contours in one row or column
-    ticks = {round(x, 9) for x in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(values.min(), values.max())}
-    for level in sorted(ticks | {0.0} if at_zero else ticks):
-        if not values.min() < level < values.max():
+    low, high = values.min(), values.max()
+    ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
+    labels = {round(x, 9): Formatter.fix_minus(f"{x:g}") for x in ticks}
+    labels |= {0.0: at_zero} if at_zero else {}
+    for level, label in labels.items():
+        if not low < level < high:
             continue
-        label, width = (at_zero, 2.0) if at_zero and level == 0 else (f"{level:g}".replace("-", "\N{MINUS SIGN}"), 0.9)
-        lines = panel.contour(lengths, logs, values, [level], colors="white", linewidths=width, linestyles="-")
+        width = 2.0 if label == at_zero else 0.9
+        lines = panel.contour(*where, values, [level], colors="white", linewidths=width, linestyles="-")
         pieces: list[Any] = lines.get_paths()[0].to_polygons(closed_only=False)
         longest = max(pieces, key=len)  # the others go without a label
         if len(longest) < 4 and label != at_zero:
@@ -162,25 +149,16 @@ def _heat(panel: Axes, report: Report, values: NDArray[Any], unit: str, at_zero:
             text.set_path_effects([withStroke(linewidth=2, foreground="black")])
 
 
-def _edges(centres: Sequence[float]) -> list[float]:
-    """The edges of the fields around these centres, half-way between two."""
-    inner = [(a + b) / 2 for a, b in pairwise(centres)]
-    first, last = (inner[0], inner[-1]) if inner else (centres[0] - 0.5, centres[0] + 0.5)
-    return [2 * centres[0] - first, *inner, 2 * centres[-1] - last]
-
-
 def _samplings(report: Report) -> Drawn:
     features, figure = report["features"], Figure((8.4, 5.6), layout="constrained")
     by_width, by_time = figure.subplots(1, 2, sharey=True)
-    every = frame(report, "samplings")
-    every["sampling"] = [cell["sampling"] for cell in report["samplings"]]
-    for sampling, cells in every.groupby("sampling", sort=False):  # the error relative to averaging V
-        mean, spread = cells.log10_deviation_mean, cells.log10_deviation_sd.fillna(0)
+    for sampling, cells in frame(report, "samplings").groupby("sampling", sort=False):  # relative to averaging V
+        mean, spread = cells.deviation, cells.deviation_sd
         bars = [10**mean - 10 ** (mean - spread), 10 ** (mean + spread) - 10**mean]
         colour, marker = LOOKS[str(sampling)]
         look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 9 if marker == "*" else 5, "lw": 1.3}
         by_width.errorbar(cells.D, 10**mean, bars, label=sampling, **look, **THIN)
-        by_time.errorbar(cells.median_ms, 10**mean, bars, **look, **THIN)
+        by_time.errorbar(cells.ms, 10**mean, bars, **look, **THIN)
     theory = [4 * report["settings"]["head_dim"] / D for D in features]
     by_width.plot(features, theory, color="black", ls="--", lw=0.8, label="paper, theory of the mean: 4d/D")
     by_width.set(xlabel="features D", ylabel="error / error of averaging V")

@@ -9,7 +9,7 @@ Shapes: B batch, H heads, n length, d head width, D features.
 
 import json
 import random
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from tqdm import tqdm
 
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.bench.race import race
@@ -25,17 +26,15 @@ from macformer.features import Sampling
 from macformer.folded import plain_attention
 from macformer.harness import files
 from macformer.harness.device import is_cuda
-from macformer.harness.progress import Screen, duration
 from macformer.paper.experiments import ERRORS, SOFTMAX
 from macformer.paper.finding import rounded
 from macformer.ppsbn import PreSBN
 
 HEADS, HEAD_DIM, EPS, KERNEL = 8, 64, 1e-12, "exp"
 FIXED = {"heads": HEADS, "head_dim": HEAD_DIM, "eps": EPS, "kernel": KERNEL}  # as the report names them
-LENGTHS = tuple(range(200, 4001, 200))
-FEATURES = tuple(2**k for k in range(3, 12))
+SAMPLINGS: tuple[Sampling, ...] = ("paper", "release", "exact01")
 TURN = 0.02  # seconds that an arm is called for when it is its turn, if one call does not take longer
-CHECKED = 500  # tokens on which a map is held to its definition; the larger maps take them in several pieces
+CHECKED = 500  # tokens on which a map is compared with its definition; the larger maps take them in several pieces
 Sample = dict[str, dict[str, float]]  # arm -> seconds and errors, of one repeat at one length
 
 
@@ -43,29 +42,22 @@ Sample = dict[str, dict[str, float]]  # arm -> seconds and errors, of one repeat
 class Settings:
     batch: int
     repeats: int
-    lengths: tuple[int, ...] = LENGTHS
-    features: tuple[int, ...] = FEATURES
+    lengths: Sequence[int] = tuple(range(200, 4001, 200))
+    features: Sequence[int] = tuple(2**k for k in range(3, 12))
 
     def __post_init__(self) -> None:
-        require_int(batch=self.batch, repeats=self.repeats)
-        require_int(features=min(self.features, default=0))
-        require_int(2, lengths=min(self.lengths, default=0))  # averaging V is exact for one token
+        require_int(batch=self.batch, repeats=self.repeats, features=min(self.features))
+        require_int(2, lengths=min(self.lengths))  # averaging V is exact for one token
         for name, values in (("lengths", self.lengths), ("features", self.features)):
             if list(values) != sorted(set(values)):
                 raise ValueError(f"{name}={' '.join(map(str, values))} must be rising, each number once")
 
     def maps(self, n: int) -> list[tuple[Sampling, int]]:
         """Sampling and D of each RMFA at that length: at the longest, all samplings with each D that they allow."""
-        paper: list[tuple[Sampling, int]] = [("paper", D) for D in self.features]
-        if n < self.lengths[-1]:
-            return paper
-        release: list[tuple[Sampling, int]] = [("release", D) for D in self.features]
-        exact01: list[tuple[Sampling, int]] = [("exact01", D) for D in self.features if D >= HEAD_DIM + 2]
-        return [*paper, *release, *exact01, ("order1", HEAD_DIM + 1)]
-
-    def work(self, n: int) -> float:
-        """About how the time of a repeat is shared out to the lengths."""
-        return n * (2 * n + sum(D for _, D in self.maps(n)))
+        longest = n == self.lengths[-1]
+        samplings = SAMPLINGS if longest else SAMPLINGS[:1]
+        found = [(name, D) for name in samplings for D in self.features if name != "exact01" or D >= HEAD_DIM + 2]
+        return [*found, ("order1", HEAD_DIM + 1)] if longest else found
 
 
 def inputs(batch: int, n: int, r: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,22 +95,21 @@ def measure(settings: Settings, r: int, n: int, device: torch.device, warm_up: b
     q, k, v = inputs(settings.batch, n, r, device)
     arms: dict[str, nn.Module] = {name: SoftmaxAttention(implementation=name) for name in SOFTMAX}
     arms |= {f"{sampling} {D}": rmfa(sampling, D, n, r).to(device) for sampling, D in settings.maps(n)}
-    exact = torch.cat(_call(arms["explicit"], q, k, v))
-    relative_to = scales(exact, v)
-    sample: Sample = {}
+    calls = {name: partial(_call, arm, q, k, v) for name, arm in arms.items()}
+    exact = torch.cat(calls["explicit"]())
+    relative_to, sample = scales(exact, v), Sample()
 
     def look(name: str, out: list[Tensor]) -> None:
-        error, of = _squares(out[0] - exact), relative_to if isinstance(arms[name], RMFAttention) else {}
-        sample[name] = {kind: error / scale for kind, scale in of.items()}
+        error = _squares(torch.cat(out) - exact)
+        sample[name] = {kind: error / scale for kind, scale in relative_to.items()}
 
-    calls = {name: partial(_call, arm, q, k, v) for name, arm in arms.items()}
     (taken,) = race(lambda number: calls, 1, device, TURN, _seed("order", r, n), warm_up, look)
     return rounded({name: errors | {"seconds": taken[name]} for name, errors in sample.items()})
 
 
 @torch.no_grad()
-def wrong(settings: Settings, device: torch.device) -> str:
-    """Compare one draw of each map with its definition; say in one sentence which one differs, or nothing."""
+def check(settings: Settings, device: torch.device) -> None:
+    """Compare one draw of each map with its definition; raise ValueError if they differ."""
     q, k, v = inputs(1, CHECKED, 0, device)
     for sampling, D in settings.maps(settings.lengths[-1]):
         attention = rmfa(sampling, D, CHECKED, 0).to(device)
@@ -126,54 +117,44 @@ def wrong(settings: Settings, device: torch.device) -> str:
         truth = plain_attention(phi_q, phi_k, v.double(), None, attention.floor)
         off = float((attention(q, k, v) - truth).abs().max() / truth.abs().max())
         if not off < 1e-5:
-            return (
-                f"RMFA with {sampling} features, D = {D}, is off its plain definition by {off:.1e}: nothing is reported"
-            )
-    return ""
+            sentence = f"RMFA with {sampling} features, D = {D}, is off its plain definition by {off:.1e}"
+            raise ValueError(f"{sentence}: nothing is reported")
 
 
 def measure_all(settings: Settings, device: torch.device, state: Path) -> list[list[Sample]]:
     """Measure repeat by repeat. `state` keeps every repeat that is done, and those in it are not measured again."""
     samples: list[list[Sample]] = json.loads(state.read_text()) if state.exists() else []
-    screen, first, work = Screen(), len(samples), [settings.work(n) for n in settings.lengths]
+    first = len(samples)
     if samples:
-        screen.line(f"going on after repeat {first} of {settings.repeats} ({state.name})")
-    begin = time.monotonic()
-
-    def text(r: int, at: int) -> str:
-        done = (r - first) * sum(work) + sum(work[:at])
-        left = (settings.repeats - first) * sum(work) - done
-        estimate = f", {duration((time.monotonic() - begin) / done * left)} left" if done else ""
-        return f"repeat {r + 1} of {settings.repeats}, n = {settings.lengths[at]:,}{estimate}"
-
-    try:
+        print(f"going on after repeat {first} of {settings.repeats} ({state.name})", flush=True)
+    work = [n * (2 * n + sum(D for _, D in settings.maps(n))) for n in settings.lengths]  # about the share of the time
+    form = "{desc}, {remaining} left"
+    with tqdm(total=settings.repeats * sum(work), initial=first * sum(work), bar_format=form, mininterval=1) as bar:
         for r in range(first, settings.repeats):
             samples.append([])
-            for at, n in enumerate(settings.lengths):
-                screen.live(partial(text, r, at))
+            for n, share in zip(settings.lengths, work, strict=True):
+                bar.set_description_str(f"repeat {r + 1} of {settings.repeats}, n = {n:,}", refresh=False)
                 samples[-1].append(measure(settings, r, n, device, warm_up=r == first))
+                bar.update(share)
             files.write(state, json.dumps(samples))
-    finally:
-        screen.close()
     return samples
 
 
 def report(settings: Settings, samples: list[list[Sample]]) -> dict[str, Any]:
     """The samples of each repeat and length, by cell."""
+    at = {n: [repeat[number] for repeat in samples] for number, n in enumerate(settings.lengths)}
 
     def cell(n: int, sampling: str, D: int) -> dict[str, Any]:
-        of = [repeat[settings.lengths.index(n)][f"{sampling} {D}"] for repeat in samples]
-        return {"n": n, "D": D} | {key: [sample[key] for sample in of] for key in (*ERRORS, "seconds")}
+        return {"n": n, "D": D} | {
+            key: [each[f"{sampling} {D}"][key] for each in at[n]] for key in (*ERRORS, "seconds")
+        }
 
     longest = settings.lengths[-1]
     return {
         "lengths": list(settings.lengths),
         "features": list(settings.features),
         "cells": [cell(n, "paper", D) for n in settings.lengths for D in settings.features],
-        "softmax": [
-            {"n": n} | {arm: [repeat[at][arm]["seconds"] for repeat in samples] for arm in SOFTMAX}
-            for at, n in enumerate(settings.lengths)
-        ],
+        "softmax": [{"n": n} | {arm: [each[arm]["seconds"] for each in at[n]] for arm in SOFTMAX} for n in at],
         "samplings": [{"sampling": name, "D": D} | cell(longest, name, D) for name, D in settings.maps(longest)],
     }
 

@@ -100,6 +100,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, rate, steps, pct_start=warmup, anneal_strategy="linear", cycle_momentum=False
         )
+        self.bleu = sacrebleu.BLEU()
         self.history: list[Epoch] = []
         self.best_weights: dict[str, Any] = {}
         self.seconds: dict[devices.Account, float] = {}
@@ -108,18 +109,13 @@ class Training:
     def run_epoch(self) -> None:
         """Train for one epoch, evaluate on dev, and keep the weights if they are the best so far."""
         self.clock.book("pause")
-        losses = self.train_epoch()
+        train_loss = float(np.mean(self.train_epoch()))
         self.clock.book("training")
-        dev, _ = self.evaluate("dev")
+        dev = {f"dev_{name}": value for name, value in self.evaluate("dev")}
         self.clock.book("evaluation")
-        epoch = Epoch(
-            step=self.schedule.last_epoch,
-            train_loss=float(np.mean(losses)),
-            **{f"dev_{name}": value for name, value in dev},
-            train_seconds=self.seconds["training"],
-        )
-        self.history.append(epoch)
-        if max(self.history, key=lambda epoch: epoch.dev_bleu) is epoch:  # of equals, the earliest is the best
+        step, seconds = self.schedule.last_epoch, self.seconds["training"]
+        self.history.append(Epoch(step=step, train_loss=train_loss, train_seconds=seconds, **dev))
+        if max(self.history, key=lambda epoch: epoch.dev_bleu) is self.history[-1]:  # of equals, the earliest is best
             self.best_weights = copy.deepcopy(self.model.state_dict())
 
     def train_epoch(self) -> list[float]:
@@ -144,23 +140,19 @@ class Training:
         return loss
 
     @torch.inference_mode()
-    def evaluate(self, split: str) -> tuple[Scores, str]:
-        """Loss and BLEU of the split, and the signature of BLEU."""
-        pairs, vocabulary = self.corpus.splits[split], self.corpus.vocabulary
+    def evaluate(self, split: str) -> Scores:
+        pairs, losses, texts = self.corpus.splits[split], 0.0, list[str]()
         by_length = np.argsort(pairs.lengths[:, 0], kind="stable")
-        losses, translations = list[Tensor](), list[str]()
         self.model.eval()
         for start in range(0, len(pairs), EVALUATED):
             source, target = pairs.batch(by_length[start : start + EVALUATED])
-            losses.append(summed_loss(self.model, source, target))
-            translations += map(vocabulary.decode, translate(self.model, source))
+            losses += float(summed_loss(self.model, source, target))
+            texts += map(self.corpus.vocabulary.decode, translate(self.model, source))
         self.model.train()
-        bleu = sacrebleu.BLEU()
-        score = bleu.corpus_score(translations, [[pairs.references[i] for i in by_length]]).score
+        score = self.bleu.corpus_score(texts, [[pairs.references[i] for i in by_length]]).score
         tokens = int(pairs.lengths[:, 1].sum()) - len(pairs)  # BEGIN is given
-        loss = float(torch.stack(losses).double().sum()) / tokens
-        perplexity = math.exp(min(self.finite(f"loss on {split}", loss), HIGHEST))
-        return Scores(bleu=score, loss=loss, perplexity=perplexity), str(bleu.get_signature())
+        loss = self.finite(f"loss on {split}", losses / tokens)
+        return Scores(bleu=score, loss=loss, perplexity=math.exp(min(loss, HIGHEST)))
 
     def save(self, file: Path) -> None:
         """Save, between two epochs, all that another process needs to go on."""
@@ -222,16 +214,16 @@ def run(settings: Settings, corpus: Corpus, results: Path, outputs: Path) -> Non
     if checkpoint.exists():
         training.load(checkpoint)
         print(f"{run_id} goes on after epoch {len(training.history)} ({checkpoint})", flush=True)
-    while (done := len(training.history)) < settings.epochs:
+    for number in range(len(training.history) + 1, settings.epochs + 1):
         training.run_epoch()
         training.save(checkpoint)
-        last, left = training.history[-1], sum(training.seconds.values()) * (settings.epochs / (done + 1) - 1)
-        said = f"loss {last.train_loss:.4f}  dev loss {last.dev_loss:.4f}  dev BLEU {last.dev_bleu:.2f}"
-        print(f"{run_id}  epoch {done + 1}/{settings.epochs}  {said}  {duration(left)} left", flush=True)
+        last, left = training.history[-1], sum(training.seconds.values()) * (settings.epochs / number - 1)
+        losses = f"loss {last.train_loss:.4f}  dev loss {last.dev_loss:.4f}  dev BLEU {last.dev_bleu:.2f}"
+        print(f"{run_id}  epoch {number}/{settings.epochs}  {losses}  {duration(left)} left", flush=True)
     training.clock.book("pause")
-    last_test, signature = training.evaluate("test")
+    last_test = training.evaluate("test")
     training.model.load_state_dict(training.best_weights)
-    test, _ = training.evaluate("test")
+    test = training.evaluate("test")
     training.clock.book("evaluation")
     record = Record(
         run_id=run_id,
@@ -244,7 +236,7 @@ def run(settings: Settings, corpus: Corpus, results: Path, outputs: Path) -> Non
         parameters=sum(p.numel() for p in training.model.parameters()),
         test=test,
         last_test=last_test,
-        signature=signature,
+        signature=str(training.bleu.get_signature()),
         seconds=training.seconds,
         resident_peak_bytes=devices.resident_peak(),
         history=training.history,

@@ -108,7 +108,7 @@ def test_scores_are_those_of_slow_definitions(
         training.run_epoch()
     epoch = training.history[-1]
     assert (epoch.step, epoch.train_loss) == (100, pytest.approx(np.mean(losses[-1])))
-    scores, signature = training.evaluate("test")
+    scores = training.evaluate("test")
     assert training.model.training
     training.model.eval()
     for split, loss, perplexity, bleu in (
@@ -119,7 +119,7 @@ def test_scores_are_those_of_slow_definitions(
         assert loss == pytest.approx(slow_loss(training.model, pairs, list(range(len(pairs)))), rel=1e-5)
         assert perplexity == pytest.approx(math.exp(loss))
         assert bleu == pytest.approx(slow_bleu(training.model, corpus, split))
-    assert signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
+    assert str(training.bleu.get_signature()).startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
 
 
 def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_its_batch(corpus: Corpus) -> None:
@@ -138,7 +138,7 @@ def test_references_go_with_their_translations(corpus: Corpus, monkeypatch: pyte
     )
     for size in (3, 128):
         monkeypatch.setattr(translation, "EVALUATED", size)
-        assert Training(small(), corpus).evaluate("test")[0].bleu == pytest.approx(100)
+        assert Training(small(), corpus).evaluate("test").bleu == pytest.approx(100)
 
 
 def test_the_best_epoch_is_tested_and_the_last_one_too(
@@ -148,9 +148,9 @@ def test_the_best_epoch_is_tested_and_the_last_one_too(
     evaluate, bleu, weights = Training.evaluate, iter([3.0, 5.0, 5.0]), list[tuple[str, Any]]()
 
     def watched(training: Training, split: str) -> Any:
-        scores, signature = evaluate(training, split)
+        scores = evaluate(training, split)
         weights.append((split, training.model.tokens.weight.tolist()))
-        return scores.model_copy(update={"bleu": next(bleu)} if split == "dev" else {}), signature
+        return scores.model_copy(update={"bleu": next(bleu)} if split == "dev" else {})
 
     monkeypatch.setattr(Training, "evaluate", watched)
     record = run(epochs=3, learning_rate=1e-2)
