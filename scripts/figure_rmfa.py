@@ -4,12 +4,10 @@
     python -m scripts.figure_rmfa --full       # the paper's: 16 examples, 100 repeats; about 11 hours on one core
     python -m scripts.figure_rmfa --lengths 64 256 --features 8 128 --repeats 2 --output /tmp/figure
 
-How: one process, one thread, freed memory kept, forward passes alone. In every repeat and at every length there are new
-data and new features. Explicit softmax, SDPA and RMFA with each D have a turn, in a random order: called once, or again
-and again for 20 ms, and the mean of the calls counts. Pre-SBN is outside the clock: both attentions see its rows. A
-ratio is taken within a repeat. On the CPU softmax takes its examples one by one. At the longest length the other
-samplings of features race along. What was measured is kept after every repeat: the same command goes on from there
-after a kill.
+One process, one thread, forward passes alone. In every repeat and at every length there are new data and new features,
+and explicit softmax, SDPA and RMFA with each D take turns in a random order, each called once or again and again for
+20 ms. Pre-SBN is outside the clock. At the longest length the other samplings race along. After a kill the same command
+goes on after the last whole repeat.
 """
 
 import argparse
@@ -47,31 +45,30 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    place = argparse.ArgumentParser(add_help=False)
-    place.add_argument("--output", type=Path, default=HOME)
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[place])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--full", action="store_true", help="the paper's 16 examples and 100 repeats: about 11 hours")
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 200, 400 .. 4000")
     parser.add_argument("--features", type=int, nargs="+", help="default: 8, 16 .. 2048")
     parser.add_argument("--repeats", type=int, help=f"default: {QUICK.repeats}, with --full {FULL.repeats}")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
-    options, (_, words) = parser.parse_args(arguments), place.parse_known_args(arguments)
-    changed = {name: getattr(options, name) for name in ("lengths", "features", "repeats")}
-    changed = {name: value for name, value in changed.items() if value is not None}
+    parser.add_argument("--output", type=Path, default=HOME)
+    options = parser.parse_args(arguments)
+    given = {name: getattr(options, name) for name in ("lengths", "features", "repeats")}
+    changed = {name: value for name, value in given.items() if value is not None}
     try:
         settings = replace(FULL if options.full else QUICK, **changed)
         device = devices.choose(options.device)
         if changed and options.output == HOME:
             raise ValueError("other lengths, features or repeats need an --output: results/figures has the whole map")
-        if options.output.exists() and not options.output.is_dir():
+        if options.output.is_file():
             raise ValueError(f"--output {options.output} is a file: give a folder")
         devices.prepare(device, 1)
         random_data.check(settings, device)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    command = " ".join(["python -m scripts.figure_rmfa", *(sys.argv[1:] if arguments is None else arguments)])
     how = {"quick": not options.full, "batch": settings.batch, **FIXED, "repeats": settings.repeats, "threads": 1}
-    command = " ".join(["python -m scripts.figure_rmfa", *words])
     head = {**provenance(device), "settings": {**how, "command": command}}
     identity = hashlib.sha256(json.dumps(head).encode())  # another command, other code or another machine begins anew
     state = STATE / f"{identity.hexdigest()[:12]}.json"

@@ -138,7 +138,7 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
         "repeats": 3,
         "threads": 1,
     }
-    command = "python -m scripts.figure_rmfa --lengths 16 40 --features 8 64 128 --repeats 3"
+    command = f"python -m scripts.figure_rmfa --lengths 16 40 --features 8 64 128 --repeats 3 --output {out}"
     assert report["settings"] == how | {"command": command}
     assert [(cell["n"], cell["D"]) for cell in report["cells"]] == [(n, D) for n in (16, 40) for D in (8, 64, 128)]
     assert [times["n"] for times in report["softmax"]] == [16, 40]

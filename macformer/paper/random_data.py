@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from tqdm import tqdm
+from tqdm import trange
 
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.bench.race import race
@@ -92,18 +92,25 @@ def measure(settings: Settings, r: int, n: int, device: torch.device, warm_up: b
 
     `warm_up`: every arm has a turn that does not count first.
     """
-    q, k, v = inputs(settings.batch, n, r, device)
+    data, sample = inputs(settings.batch, n, r, device), Sample()
+
+    def call(attention: nn.Module) -> list[Tensor]:
+        """On the CPU softmax takes the examples one by one: the weights of 16 of 8 heads and 4,000 tokens are 8 GB."""
+        parts = 1 if isinstance(attention, RMFAttention) or is_cuda(device) else settings.batch
+        return [attention(*part) for part in zip(*(x.chunk(parts) for x in data), strict=True)]
+
     arms: dict[str, nn.Module] = {name: SoftmaxAttention(implementation=name) for name in SOFTMAX}
     arms |= {f"{sampling} {D}": rmfa(sampling, D, n, r).to(device) for sampling, D in settings.maps(n)}
-    calls = {name: partial(_call, arm, q, k, v) for name, arm in arms.items()}
-    exact = torch.cat(calls["explicit"]())
-    relative_to, sample = scales(exact, v), Sample()
+    calls = {name: partial(call, arm) for name, arm in arms.items()}
+    exact = torch.cat(call(arms["explicit"]))
+    relative_to = scales(exact, data[-1])
 
     def look(name: str, out: list[Tensor]) -> None:
         error = _squares(torch.cat(out) - exact)
         sample[name] = {kind: error / scale for kind, scale in relative_to.items()}
 
-    (taken,) = race(lambda number: calls, 1, device, TURN, _seed("order", r, n), warm_up, look)
+    order = _generator("order", r, n).initial_seed()
+    (taken,) = race(lambda number: calls, 1, device, TURN, order, warm_up, look)
     return rounded({name: errors | {"seconds": taken[name]} for name, errors in sample.items()})
 
 
@@ -124,19 +131,11 @@ def check(settings: Settings, device: torch.device) -> None:
 def measure_all(settings: Settings, device: torch.device, state: Path) -> list[list[Sample]]:
     """Measure repeat by repeat. `state` keeps every repeat that is done, and those in it are not measured again."""
     samples: list[list[Sample]] = json.loads(state.read_text()) if state.exists() else []
-    first = len(samples)
-    if samples:
+    if first := len(samples):
         print(f"going on after repeat {first} of {settings.repeats} ({state.name})", flush=True)
-    work = [n * (2 * n + sum(D for _, D in settings.maps(n))) for n in settings.lengths]  # about the share of the time
-    form = "{desc}, {remaining} left"
-    with tqdm(total=settings.repeats * sum(work), initial=first * sum(work), bar_format=form, mininterval=1) as bar:
-        for r in range(first, settings.repeats):
-            samples.append([])
-            for n, share in zip(settings.lengths, work, strict=True):
-                bar.set_description_str(f"repeat {r + 1} of {settings.repeats}, n = {n:,}", refresh=False)
-                samples[-1].append(measure(settings, r, n, device, warm_up=r == first))
-                bar.update(share)
-            files.write(state, json.dumps(samples))
+    for r in trange(first, settings.repeats, initial=first, total=settings.repeats, desc="repeats"):
+        samples.append([measure(settings, r, n, device, warm_up=r == first) for n in settings.lengths])
+        files.write(state, json.dumps(samples))
     return samples
 
 
@@ -159,21 +158,10 @@ def report(settings: Settings, samples: list[list[Sample]]) -> dict[str, Any]:
     }
 
 
-def _call(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """On the CPU softmax takes the examples one by one: the weights of 16 of 8 heads and 4,000 tokens are 8 GB."""
-    if isinstance(attention, RMFAttention) or is_cuda(q.device):
-        return [attention(q, k, v)]
-    return [attention(*example) for example in zip(q.split(1), k.split(1), v.split(1), strict=True)]
-
-
 def _squares(x: Tensor) -> float:
     return float(x.square().sum(dtype=torch.float64))
 
 
-def _seed(*words: object) -> int:
-    """A seed that depends on the words alone, and is the same in every process."""
-    return random.Random(repr(words)).getrandbits(62)
-
-
 def _generator(*words: object) -> Generator:
-    return Generator().manual_seed(_seed(*words))
+    """Its seed depends on the words alone, and is the same in every process."""
+    return Generator().manual_seed(random.Random(repr(words)).getrandbits(62))
