@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing import Process, parent_process
+from multiprocessing import Process, active_children, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from lra_data.base import DataError
 from macformer.harness import device as devices
 from macformer.harness import files
+from macformer.harness import record as records
 from macformer.paper import experiments
 from scripts.table import find_block, write_block
 
@@ -38,25 +39,19 @@ ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "results" / "figures"
 SEEDS = "0,1,2,3,4"
 BEGIN, END = "<!-- written by `make figure-ppsbn` -->", "<!-- until here: ppsbn -->"
-OPTIONS = [name for name in Settings.model_fields if name not in ("seed", "pre_sbn", "post_sbn")]
+DEFAULTS = Settings().model_dump(exclude={"seed", "pre_sbn", "post_sbn"})
 
 
 def train_all(runs: Sequence[Settings], corpus: multi30k.Corpus, results: Path, outputs: Path, jobs: int) -> int:
-    """Each run in a process of its own, `jobs` at a time; returns how many failed.
-
-    The processes are daemons: they end with this one.
-    """
-    waiting = [Process(target=_train, args=(run, corpus, results, outputs), daemon=True) for run in runs]
-    running, failed = set[Process](), 0
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            waiting[0].start()
-            running.add(waiting.pop(0))
-        wait([process.sentinel for process in running])
-        ended = {process for process in running if process.exitcode is not None}
-        failed += sum(process.exitcode != 0 for process in ended)
-        running -= ended
-    return failed
+    """Each run in a process of its own, `jobs` at a time, which ends with this one; returns how many failed."""
+    processes = [Process(target=_train, args=(run, corpus, results, outputs), daemon=True) for run in runs]
+    for process in processes:
+        while len(running := active_children()) >= jobs:
+            wait([other.sentinel for other in running])
+        process.start()
+    for process in processes:
+        process.join()
+    return sum(process.exitcode != 0 for process in processes)
 
 
 def _train(settings: Settings, corpus: multi30k.Corpus, results: Path, outputs: Path) -> None:
@@ -78,9 +73,8 @@ def _train(settings: Settings, corpus: multi30k.Corpus, results: Path, outputs: 
 def report_of(found: Sequence[translation.Record], command: str) -> dict[str, Any]:
     """What the figure and the claims are made of. Code, machine and settings are the first run's, without ppSBN."""
     first, second, *_ = found
-    own, preset = first.settings, "changed"
-    if not own.model_dump(exclude_defaults=True, exclude={"seed"}):
-        preset = "small"
+    own = first.settings
+    preset = "changed" if own.model_dump(exclude_defaults=True, exclude={"seed"}) else "small"
     settings = own.model_dump(include={"width", "heads", "layers"})
     settings |= {"command": command, "preset": preset, "epochs": own.epochs, "vocabulary": own.vocabulary}
     settings |= {"parameters": first.parameters, "ppsbn_parameters": second.parameters - first.parameters}
@@ -105,17 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[places])
     parser.add_argument("--seeds", default=SEEDS, help=f"default: {SEEDS}")
-    for name in OPTIONS:
-        default = Settings.model_fields[name].default
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=type(default), default=default, help=f"default: {default}")
+    for name, value in DEFAULTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
     options, (_, words) = parser.parse_args(arguments), places.parse_known_args(arguments)
     try:
         make_figure(options, words)
     except ValidationError as error:
-        first = error.errors()[0]
-        option = "".join(f"--{str(name).replace('_', '-')} {first['input']}" for name in first["loc"])
-        sentence = first["msg"].removeprefix("Value error, ").replace("Input", option)
+        sentence = records.complaint(error).removeprefix("Value error, ").replace(" Input", "")
         sys.exit(f"error: {sentence}")
     except (DataError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -131,7 +121,7 @@ def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
     at_home = options.output.resolve() == HOME
     if at_home and words:
         raise ValueError("other settings or seeds need an --output: results/figures has the whole figure")
-    shared = {name: getattr(options, name) for name in OPTIONS}
+    shared = {name: getattr(options, name) for name in DEFAULTS}
     seeds = sorted(set(map(int, options.seeds.split(","))))
     runs = [Settings(seed=seed, pre_sbn=on, post_sbn=on, **shared) for seed in seeds for on in (False, True)]
     corpus = multi30k.load(options.multi30k, options.vocabulary)

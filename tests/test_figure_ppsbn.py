@@ -146,8 +146,8 @@ def test_a_signal_stops_all_runs_and_the_same_command_goes_on(
     [
         (["--seeds=a"], "--seeds a should be whole numbers, as in 0,1,2"),
         (["--seeds=-1"], "--seeds -1 should be whole numbers, as in 0,1,2"),
-        (["--epochs=0"], "--epochs 0 should be greater than 0"),
-        (["--width=15"], "--width 15 should be a multiple of 2"),
+        (["--epochs=0"], "epochs should be greater than 0"),
+        (["--width=15"], "width should be a multiple of 2"),
         (["--warmup-steps=40"], "--warmup-steps 40 must be below the 40 steps of all epochs"),
         (["--steps-per-epoch=301"], "--steps-per-epoch 301 is too many for 300 pairs: a batch needs at least one"),
         (["--vocabulary=258"], "--vocabulary 258 is too small: at least 259, an id for each byte"),
