@@ -1,4 +1,4 @@
-"""The paper's first toy experiment (Figure 3): error and time of RMFA_exp against softmax attention, as heat maps.
+"""The paper's first toy experiment (Figure 3): error and time of RMFA_exp against softmax attention, as heat figure3.
 
     python -m scripts.figure_rmfa              # quick: one example of 8 heads, 12 repeats; 5 to 6 minutes on one core
     python -m scripts.figure_rmfa --full       # the paper's: 16 examples, 100 repeats; about 11 hours on one core
@@ -22,18 +22,16 @@ from typing import Any
 from macformer.bench.race import provenance
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.paper import random_data
-from macformer.paper.random_data import FIXED, Settings
 
 try:
-    from macformer.paper import maps
+    from macformer.paper import figure3
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures]' (make setup does)")
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "results" / "figures"
 STATE = ROOT / "outputs" / "figure_rmfa"  # what is measured so far
-QUICK, FULL = Settings(batch=1, repeats=12), Settings(batch=16, repeats=100)
+QUICK, FULL = figure3.Settings(batch=1, repeats=12), figure3.Settings(batch=16, repeats=100)
 
 
 def text_of(report: dict[str, Any]) -> str:
@@ -64,16 +62,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.output.is_file():
             raise ValueError(f"--output {options.output} is a file: give a folder")
         devices.prepare(device, 1)
-        random_data.check(settings, device)
+        figure3.check(settings, device)
     except ValueError as error:
         sys.exit(f"error: {error}")
     command = " ".join(["python -m scripts.figure_rmfa", *(sys.argv[1:] if arguments is None else arguments)])
-    how = {"quick": not options.full, "batch": settings.batch, **FIXED, "repeats": settings.repeats, "threads": 1}
+    how = {
+        "quick": not options.full,
+        "batch": settings.batch,
+        **figure3.FIXED,
+        "repeats": settings.repeats,
+        "threads": 1,
+    }
     head = {**provenance(device), "settings": {**how, "command": command}}
     identity = hashlib.sha256(json.dumps(head).encode())  # another command, other code or another machine begins anew
     state = STATE / f"{identity.hexdigest()[:12]}.json"
     try:
-        samples = random_data.measure_all(settings, device, state)
+        samples = figure3.measure_all(settings, device, state)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on after the last whole repeat", file=sys.stderr)
         sys.exit(130)
@@ -81,14 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not devices.is_out_of_memory(error):
             raise
         sys.exit(f"error: not enough memory for softmax at n = {settings.lengths[-1]:,}; use shorter --lengths")
-    report = head | random_data.report(settings, samples)
-    contents: dict[str, str | bytes] = {"rmfa.json": text_of(report), "rmfa.md": maps.markdown(report)}
-    for drawn in maps.draw(report):
+    report = head | figure3.report(settings, samples)
+    contents: dict[str, str | bytes] = {"rmfa.json": text_of(report), "rmfa.md": figure3.markdown(report)}
+    for drawn in figure3.draw(report):
         contents |= {f"{drawn.name}.png": drawn.png, f"{drawn.name}.svg": drawn.svg}
     for name, content in contents.items():
         files.write(options.output / name, content)
     state.unlink()
-    print("\n".join(maps.findings(report)))
+    print("\n".join(figure3.findings(report)))
     print(f"written to {options.output}: {', '.join(contents)}")
 
 

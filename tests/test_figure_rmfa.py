@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 
 from macformer import KernelAttention, RMFAttention, SoftmaxAttention
 from macformer.folded import plain_attention
-from macformer.paper import maps, random_data
-from macformer.paper.random_data import Settings
+from macformer.paper import figure3
+from macformer.paper.figure3 import Settings
 from scripts import figure_rmfa as script
 from tests.conftest import ROOT
 
@@ -28,8 +28,8 @@ SMALL = ["--lengths", "16", "40", "--features", "8", "64", "128"]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Turns of one call, a short check, the state in the test's folder; the allocator is the process's and stays."""
-    monkeypatch.setattr(random_data, "TURN", 0.0)
-    monkeypatch.setattr(random_data, "CHECKED", 24)
+    monkeypatch.setattr(figure3, "TURN", 0.0)
+    monkeypatch.setattr(figure3, "CHECKED", 24)
     monkeypatch.setattr(script, "STATE", tmp_path / "state")
     monkeypatch.setattr(script.devices, "prepare", lambda device, threads: None)
 
@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take the most time."""
-    monkeypatch.setattr(maps, "draw", lambda report: [])
+    monkeypatch.setattr(figure3, "draw", lambda report: [])
 
 
 def run(folder: Path, *options: str) -> dict[str, Any]:
@@ -55,15 +55,15 @@ def stopped(*arguments: str) -> Any:
 def test_errors_are_those_of_the_definitions() -> None:
     """In float64, by each formula as it stands, over a batch of two."""
     settings = Settings(batch=2, repeats=1, lengths=(12, 30), features=(16, 128))
-    samples = [random_data.measure(settings, 5, n, CPU, warm_up=False) for n in settings.lengths]
+    samples = [figure3.measure(settings, 5, n, CPU, warm_up=False) for n in settings.lengths]
     assert samples[0].keys() == {"explicit", "sdpa", "paper 16", "paper 128"}
     assert len(samples[1]) == 2 + 2 + 2 + 1 + 1  # softmax; paper, release, exact01 (128 alone), order1
     for n, sample in zip(settings.lengths, samples, strict=True):
-        q, k, v = (x.double() for x in random_data.inputs(2, n, 5, CPU))
+        q, k, v = (x.double() for x in figure3.inputs(2, n, 5, CPU))
         assert torch.allclose(q.norm(dim=-1), torch.ones(2, 8, n, dtype=torch.float64))
         exact = KernelAttention("exp")(q, k, v)
         for sampling, D in settings.maps(n):
-            attention = random_data.rmfa(sampling, D, n, 5)
+            attention = figure3.rmfa(sampling, D, n, 5)
             phi_q, phi_k = (attention.feature_map(x / 64**0.25) for x in (q, k))
             error = ((plain_attention(phi_q, phi_k, v, None, attention.floor) - exact) ** 2).sum()
             found = sample[f"{sampling} {D}"]
@@ -74,13 +74,13 @@ def test_errors_are_those_of_the_definitions() -> None:
 
 def test_a_constant_in_v_goes_through_both_attentions() -> None:
     """So nmse_offset is the nmse of V ~ N(1, 1)."""
-    q, k, v = random_data.inputs(1, 50, 0, CPU)
+    q, k, v = figure3.inputs(1, 50, 0, CPU)
     exact, shifted = SoftmaxAttention()(q, k, v), SoftmaxAttention()(q, k, v + 1)
     assert torch.allclose(shifted, exact + 1, atol=1e-5)
-    attention = random_data.rmfa("paper", 64, 50, 0)
+    attention = figure3.rmfa("paper", 64, 50, 0)
     out, out_shifted = attention(q, k, v), attention(q, k, v + 1)
     assert torch.allclose(out_shifted, out + 1, atol=1e-5)
-    scales, moved = random_data.scales(exact, v), random_data.scales(shifted, v + 1)
+    scales, moved = figure3.scales(exact, v), figure3.scales(shifted, v + 1)
     assert moved["nmse"] == pytest.approx(scales["nmse_offset"], rel=1e-5)
     assert moved["deviation"] == pytest.approx(scales["deviation"], rel=1e-4)
     assert scales["nmse"] < 0.1 * scales["nmse_offset"]
@@ -91,9 +91,9 @@ def test_a_constant_in_v_goes_through_both_attentions() -> None:
 def test_a_wrong_attention_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A logit twice as large: RMFA without the right scale."""
     settings, right = Settings(batch=1, repeats=1, lengths=(200,), features=(128,)), RMFAttention.forward
-    before = random_data.measure(settings, 0, 200, CPU, warm_up=True)
+    before = figure3.measure(settings, 0, 200, CPU, warm_up=True)
     monkeypatch.setattr(RMFAttention, "forward", lambda self, q, k, v: right(self, 2 * q, k, v))
-    after = random_data.measure(settings, 0, 200, CPU, warm_up=True)
+    after = figure3.measure(settings, 0, 200, CPU, warm_up=True)
     for arm in ("exact01 128", "order1 65"):
         assert before[arm]["deviation"] < 0.02
         assert after[arm]["deviation"] > 0.8
@@ -104,11 +104,11 @@ def test_a_wrong_attention_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_every_cell_and_repeat_has_its_own_draw_and_order() -> None:
     settings = Settings(batch=1, repeats=2, lengths=(12, 16), features=(8, 32))
-    random_data.check(settings, CPU)  # raises if a map is wrong
-    draws = [random_data.rmfa("paper", D, n, r).feature_map.seed for D in (8, 32) for n in (12, 16) for r in (0, 1)]
+    figure3.check(settings, CPU)  # raises if a map is wrong
+    draws = [figure3.rmfa("paper", D, n, r).feature_map.seed for D in (8, 32) for n in (12, 16) for r in (0, 1)]
     assert len(set(draws)) == len(draws)
-    assert not torch.equal(random_data.inputs(1, 12, 0, CPU)[2], random_data.inputs(1, 12, 1, CPU)[2])
-    orders = {tuple(random_data.measure(settings, r, 12, CPU, warm_up=False)) for r in range(5)}  # 24 of them: p < 1e-5
+    assert not torch.equal(figure3.inputs(1, 12, 0, CPU)[2], figure3.inputs(1, 12, 1, CPU)[2])
+    orders = {tuple(figure3.measure(settings, r, 12, CPU, warm_up=False)) for r in range(5)}  # 24 of them: p < 1e-5
     assert len(orders) > 1
 
 
@@ -116,7 +116,7 @@ def test_every_cell_and_repeat_has_its_own_draw_and_order() -> None:
 def test_softmax_takes_the_examples_of_a_batch_one_by_one(kind: Any, examples: int) -> None:
     """On the CPU, where the weights of the whole batch would not fit."""
     with patch.object(kind, "forward", autospec=True, side_effect=kind.forward) as forward:
-        random_data.measure(Settings(batch=3, repeats=1, lengths=(12,), features=(8,)), 0, 12, CPU, warm_up=True)
+        figure3.measure(Settings(batch=3, repeats=1, lengths=(12,), features=(8,)), 0, 12, CPU, warm_up=True)
     assert {len(call.args[1]) for call in forward.call_args_list} == {examples}
 
 
@@ -146,12 +146,12 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
     samplings = [(each["sampling"], each["D"]) for each in report["samplings"]]
     assert samplings == [*both, ("exact01", 128), ("order1", 65)]
     for each in (*report["cells"], *report["samplings"]):
-        for key in (*random_data.ERRORS, "seconds"):
+        for key in (*figure3.ERRORS, "seconds"):
             assert len(each[key]) == 3
             assert all(x > 0 and float(f"{x:.6g}") == x for x in each[key])
     assert [{key: each[key] for key in report["cells"][0]} for each in report["samplings"][:3]] == report["cells"][3:]
 
-    rows = maps.frame(report, "cells")
+    rows = figure3.frame(report, "cells")
     assert len(rows) == 6
     row, cell, softmax = rows.iloc[4], report["cells"][4], report["softmax"][1]
     assert (row.n, row.D) == (40, 64)
@@ -162,10 +162,10 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
     assert row.ms == pytest.approx(1e3 * median(cell["seconds"]))
 
     page = (out / "rmfa.md").read_text()
-    assert maps.caption(report) in page
+    assert figure3.caption(report) in page
     assert "V ~ N(0, 1), 1 x 8 heads of width d = 64; reference: exact softmax attention on the same q and k" in page
-    assert all(f"- {finding}\n" in page for finding in maps.findings(report))
-    for figure in maps.draw(report):
+    assert all(f"- {finding}\n" in page for finding in figure3.findings(report))
+    for figure in figure3.draw(report):
         png, svg = ((out / f"{figure.name}.{ending}").read_bytes() for ending in ("png", "svg"))
         assert (png, svg) == (figure.png, figure.svg)  # from the file: the same bytes
         assert png.startswith(b"\x89PNG")
@@ -197,15 +197,15 @@ def test_the_maps_show_the_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         cell["deviation"] = [64 / cell["D"]] * 3  # crosses 1
     for times in report["softmax"]:
         times["explicit"] = times["sdpa"] = [9.0] * 3  # never equal
-    before = maps._maps(report)
+    before = figure3._maps(report)
     assert "as averaging V" in labels
     assert "equally fast" not in labels
     report["softmax"][0]["sdpa"] = [1e-9] * 3
     report["cells"][0]["nmse"] = [1e3] * 3
     labels.clear()
-    assert maps._maps(report).png != before.png
+    assert figure3._maps(report).png != before.png
     assert labels.count("equally fast") == 1
-    faster, worse = maps.findings(report)[:2]
+    faster, worse = figure3.findings(report)[:2]
     assert faster == "by the mean, faster than explicit softmax in 6 of 6 cells, than SDPA in 3"
     assert worse == "error above that of averaging V in 2 of 6 cells"
 
@@ -215,15 +215,15 @@ def test_a_killed_run_goes_on_and_has_the_same_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = run(tmp_path / "whole")
-    measure, calls = random_data.measure, []
+    measure, calls = figure3.measure, []
 
-    def killed(settings: Settings, r: int, n: int, device: torch.device, warm_up: bool) -> random_data.Sample:
+    def killed(settings: Settings, r: int, n: int, device: torch.device, warm_up: bool) -> figure3.Sample:
         if (r, n) == (1, 40) and len(calls) == 3:
             raise KeyboardInterrupt
         calls.append((r, n, warm_up))
         return measure(settings, r, n, device, warm_up)
 
-    monkeypatch.setattr(random_data, "measure", killed)
+    monkeypatch.setattr(figure3, "measure", killed)
     assert stopped(*SMALL, "--repeats", "3", "--output", str(tmp_path / "killed")) == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert not (tmp_path / "killed").exists()
@@ -267,7 +267,7 @@ def test_the_committed_figure_is_not_overwritten_by_a_part_of_it() -> None:
 
 
 def test_what_does_not_fit_into_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(random_data, "measure", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(figure3, "measure", Mock(side_effect=MemoryError))
     says = "error: not enough memory for softmax at n = 40; use shorter --lengths"
     assert stopped(*SMALL, "--output", str(tmp_path / "out")) == says
 
@@ -280,5 +280,5 @@ def test_what_is_committed_is_of_the_quick_command() -> None:
     assert (report["settings"]["quick"], report["settings"]["repeats"]) == (True, script.QUICK.repeats)
     assert (report["lengths"], report["features"]) == (list(script.QUICK.lengths), list(script.QUICK.features))
     assert script.text_of(report) == (folder / "rmfa.json").read_text()
-    assert maps.markdown(report) == (folder / "rmfa.md").read_text()
+    assert figure3.markdown(report) == (folder / "rmfa.md").read_text()
     assert all((folder / name).exists() for name in FILES)
