@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from multiprocessing import Process, active_children, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -30,7 +29,7 @@ from macformer.paper import experiments
 from scripts.table import find_block, write_block
 
 try:
-    from macformer.paper import epochs, multi30k, translation
+    from macformer.paper import figure4, multi30k, translation
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures,translate]' (make setup does)")
 from macformer.paper.seq2seq import Settings
@@ -68,25 +67,6 @@ def _train(settings: Settings, corpus: multi30k.Corpus, results: Path, outputs: 
         if devices.is_out_of_memory(error):
             sys.exit(f"error: {name}: out of memory: lower --jobs, or raise --steps-per-epoch (smaller batches)")
         raise
-
-
-def report_of(found: Sequence[translation.Record], command: str) -> dict[str, Any]:
-    """What the figure and the claims are made of. Code, machine and settings are the first run's, without ppSBN."""
-    first, second, *_ = found
-    own = first.settings
-    preset = "changed" if own.model_dump(exclude_defaults=True, exclude={"seed"}) else "small"
-    settings = own.model_dump(include={"width", "heads", "layers"})
-    settings |= {"command": command, "preset": preset, "epochs": own.epochs, "vocabulary": own.vocabulary}
-    settings |= {"parameters": first.parameters, "ppsbn_parameters": second.parameters - first.parameters}
-    settings |= first.model_dump(include={"source", "examples", "signature"}) | {"search": "greedy"}
-    runs = [
-        {"ppsbn": run.settings.post_sbn, "seed": run.settings.seed, "run_id": run.run_id}
-        | run.test.model_dump()
-        | {"train_loss": run.history[-1].train_loss, "seconds": sum(run.seconds.values())}
-        | {"history": [epoch.model_dump(exclude={"train_seconds"}) for epoch in run.history]}
-        for run in found
-    ]
-    return first.model_dump(include={"code", "environment"}) | {"settings": settings, "runs": runs}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,14 +116,14 @@ def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
     found = [record for file in files_of if (record := translation.finished(file))]
     if len({(record.code.commit, record.environment.device_name) for record in found}) > 1:
         print("warning: these runs are of several commits or machines; the figure names the first", file=sys.stderr)
-    report = report_of(found, " ".join(["python -m scripts.figure_ppsbn", *words]))
-    verdict, drawn = experiments.sentence4(report), epochs.draw(report)
+    report = figure4.report(found, " ".join(["python -m scripts.figure_ppsbn", *words]))
+    verdict, drawn = experiments.sentence4(report), figure4.draw(report)
     contents: dict[str, str | bytes] = {"json": json.dumps(report, indent=1) + "\n"}
-    contents |= {"md": epochs.markdown(report, verdict), "png": drawn.png, "svg": drawn.svg}
+    contents |= {"md": figure4.markdown(report, verdict), "png": drawn.png, "svg": drawn.svg}
     for ending, content in contents.items():
         files.write(options.output / f"ppsbn.{ending}", content)
     if at_home:  # the README shows this very figure
-        write_block(BEGIN, END, f"{verdict} {epochs.reached(report)}\n")
+        write_block(BEGIN, END, f"{verdict} {figure4.reached(report)}\n")
     print(f"{verdict}\nwritten to {options.output}: ppsbn.{{{','.join(contents)}}}")
 
 

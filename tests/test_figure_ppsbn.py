@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from macformer.paper import epochs, experiments
+from macformer.paper import experiments, figure4
 from macformer.paper.seq2seq import Settings
 from macformer.paper.translation import finished
 from scripts import figure_ppsbn as script
@@ -91,9 +91,9 @@ def test_the_sentence_and_the_files_say_what_the_runs_say(made: tuple[Path, str]
 def test_lines_are_means_and_bands_reach_from_the_lowest_to_the_highest(
     made: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "saved", lambda name, figure, *rest: figure)
+    monkeypatch.setattr(figure4, "saved", lambda name, figure, *rest: figure)
     report = report_in(made[0])
-    loss, _, bleu = epochs.draw(report).axes  # type: ignore[attr-defined]
+    loss, _, bleu = figure4.draw(report).axes  # type: ignore[attr-defined]
     assert [line.get_linestyle() for line in bleu.lines] == ["-", "--"]  # with is solid, as in the paper
     assert len(loss.lines) == len(loss.collections) == 4  # on dev and in training, two arms
     for ppsbn, line, band in zip((True, False), bleu.lines, bleu.collections, strict=True):
@@ -199,9 +199,9 @@ def test_the_committed_figure_is_that_of_its_records() -> None:
         assert record.source == "multi30k"
         assert record.settings == Settings(seed=run["seed"], pre_sbn=run["ppsbn"], post_sbn=run["ppsbn"])
         found.append(record)
-    assert script.report_of(found, "python -m scripts.figure_ppsbn") == report
-    assert list(epochs.of_arm(report, True).seed) == list(map(int, script.SEEDS.split(",")))
+    assert figure4.report(found, "python -m scripts.figure_ppsbn") == report
+    assert list(figure4.of_arm(report, True).seed) == list(map(int, script.SEEDS.split(",")))
     assert min(run["bleu"] for run in report["runs"] if not run["ppsbn"]) > 25
     sentence = experiments.sentence4(report)
-    assert f"{script.BEGIN}\n\n{sentence} {epochs.reached(report)}\n" in README.read_text()
-    assert (folder / "ppsbn.md").read_text() == epochs.markdown(report, sentence)
+    assert f"{script.BEGIN}\n\n{sentence} {figure4.reached(report)}\n" in README.read_text()
+    assert (folder / "ppsbn.md").read_text() == figure4.markdown(report, sentence)

@@ -1,9 +1,10 @@
-"""The paper's Figure 4 from results/figures/ppsbn.json: loss, perplexity and BLEU over the epochs, and Markdown.
+"""The paper's Figure 4 from the records of translations: loss, perplexity and BLEU over the epochs, and Markdown.
 
-Solid lines are with ppSBN, dashed ones without, as in the paper. Needs matplotlib (the extra `figures`), no torch.
+Solid lines are with ppSBN, dashed ones without, as in the paper. Needs matplotlib (the extra `figures`).
 """
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -12,6 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from macformer.paper.translation import Record
 from macformer.report.figures import STYLE, Drawn, saved
 
 ARMS = {True: ("with ppSBN", "#0072B2", "-"), False: ("without", "#000000", "--")}  # Okabe and Ito's, as in figures.py
@@ -29,17 +31,36 @@ METRICS = {  # of a run -> what it is called, the digits that are shown
 Report = dict[str, Any]
 
 
+def report(found: Sequence[Record], command: str) -> Report:
+    """What the figure and the claims are made of. Code, machine and settings are the first run's, without ppSBN."""
+    first, second, *_ = found
+    own = first.settings
+    preset = "changed" if own.model_dump(exclude_defaults=True, exclude={"seed"}) else "small"
+    settings = own.model_dump(include={"width", "heads", "layers"})
+    settings |= {"command": command, "preset": preset, "epochs": own.epochs, "vocabulary": own.vocabulary}
+    settings |= {"parameters": first.parameters, "ppsbn_parameters": second.parameters - first.parameters}
+    settings |= first.model_dump(include={"source", "examples", "signature"}) | {"search": "greedy"}
+    runs = [
+        {"ppsbn": run.settings.post_sbn, "seed": run.settings.seed, "run_id": run.run_id}
+        | run.test.model_dump()
+        | {"train_loss": run.history[-1].train_loss, "seconds": sum(run.seconds.values())}
+        | {"history": [epoch.model_dump(exclude={"train_seconds"}) for epoch in run.history]}
+        for run in found
+    ]
+    return first.model_dump(include={"code", "environment"}) | {"settings": settings, "runs": runs}
+
+
 def caption(report: Report) -> str:
-    own, machine = report["settings"], report["environment"]
-    sizes = " / ".join(f"{count:,}" for count in own["examples"].values())
+    words = report["environment"] | report["settings"]
+    words["sizes"] = " / ".join(f"{count:,}" for count in words["examples"].values())
+    words["seeds"] = len(report["runs"]) // 2
     return (
-        f"Multi30K, German to English ({own['source']}: {sizes} pairs), preset {own['preset']}: {own['layers']} + "
-        f"{own['layers']} layers of width {own['width']}, {own['heads']} heads, {own['vocabulary']:,} byte pairs, "
-        f"{own['parameters']:,} parameters ({own['ppsbn_parameters']:+,} with ppSBN), {own['epochs']} epochs. On the "
-        f"dev split (thin lines in (a): the training loss, with dropout); {own['search']}; BLEU: {own['signature']}. "
-        f"Lines are means over {len(report['runs']) // 2} seeds, bands from the lowest to the highest. On "
-        f"{machine['device_name']}, {machine['threads']} thread, {machine['precision']}, torch {machine['torch']}."
-    )
+        "Multi30K, German to English ({source}: {sizes} pairs), preset {preset}: {layers} + {layers} layers of width "
+        "{width}, {heads} heads, {vocabulary:,} byte pairs, {parameters:,} parameters ({ppsbn_parameters:+,} with "
+        "ppSBN), {epochs} epochs. On the dev split (thin lines in (a): the training loss, with dropout); {search}; "
+        "BLEU: {signature}. Lines are means over {seeds} seeds, bands from the lowest to the highest. On {device_name}, "
+        "{threads} thread, {precision}, torch {torch}."
+    ).format_map(words)
 
 
 def of_arm(report: Report, ppsbn: bool) -> pd.DataFrame:
@@ -48,7 +69,7 @@ def of_arm(report: Report, ppsbn: bool) -> pd.DataFrame:
     return runs[runs.ppsbn == ppsbn].sort_values("seed")
 
 
-def spread(values: "pd.Series[float]", digits: int) -> str:
+def _mean(values: "pd.Series[float]", digits: int) -> str:
     return f"{values.mean():.{digits}f}" + (f" ± {values.std():.{digits}f}" if len(values) > 1 else "")
 
 
@@ -61,9 +82,9 @@ def reached(report: Report) -> str:
     """How far the arm without ppSBN came, and how long that took."""
     runs, machine = of_arm(report, ppsbn=False), report["environment"]
     return (
-        f"Without ppSBN the preset `{report['settings']['preset']}` reaches a test BLEU of {spread(runs.bleu, 2)} "
-        f"in {_minutes(runs)} minutes a run, evaluation included ({len(runs)} seeds; {machine['threads']} "
-        f"thread of {machine['device_name']})."
+        f"Without ppSBN the preset `{report['settings']['preset']}` reaches a test BLEU of {_mean(runs.bleu, 2)} in "
+        f"{_minutes(runs)} minutes a run, evaluation included ({len(runs)} seeds; {machine['threads']} thread of "
+        f"{machine['device_name']})."
     )
 
 
@@ -71,13 +92,13 @@ def markdown(report: Report, verdict: str) -> str:
     """`verdict`: the sentence on whether the paper's claim holds."""
     own, arms = report["settings"], [of_arm(report, ppsbn) for ppsbn in ARMS]
     seeds = ", ".join(map(str, arms[0].seed))
+    records = ", ".join(f"`{run['run_id']}`" for run in report["runs"])
     rows = [["", *(f"{name} (seeds {seeds})" for name, *_ in ARMS.values())], ["---"] * 3]
     for metric, (name, digits) in METRICS.items():
-        each = [", ".join(f"{value:.{digits}f}" for value in runs[metric]) for runs in arms]
-        rows.append([name, *(f"{spread(runs[metric], digits)} ({e})" for runs, e in zip(arms, each, strict=True))])
+        each = [", ".join(runs[metric].map(f"{{:.{digits}f}}".format)) for runs in arms]
+        rows.append([name, *(f"{_mean(runs[metric], digits)} ({e})" for runs, e in zip(arms, each, strict=True))])
     rows.append(["minutes of the whole run", *map(_minutes, arms)])
     table = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
-    records = ", ".join(f"`{run['run_id']}`" for run in report["runs"])
     return f"""# ppSBN in a Transformer that translates (the paper's Figure 4)
 
 `{own["command"]}` at commit {str(report["code"]["commit"])[:12]}. {caption(report)}
