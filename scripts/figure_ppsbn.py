@@ -32,7 +32,7 @@ try:
     from macformer.paper import figure4, multi30k, translation
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures,translate]' (make setup does)")
-from macformer.paper.seq2seq import Settings
+from macformer.paper.translation import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "results" / "figures"
@@ -108,7 +108,7 @@ def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
     multi30k.batches(corpus.splits["train"].lengths, options.steps_per_epoch, seed=0, epoch=0)
     options.output.mkdir(parents=True, exist_ok=True)
     find_block(BEGIN, END)  # all that can go wrong should do so now, not when the work is done
-    files_of = [translation.identify(run, corpus.fingerprint, options.results)[1] for run in runs]
+    files_of = [translation.record_file(run, corpus.fingerprint, options.results) for run in runs]
     left = [run for run, file in zip(runs, files_of, strict=True) if not translation.finished(file)]
     print(f"{len(runs) - len(left)} of {len(runs)} runs are finished", flush=True)
     if failed := train_all(left, corpus, options.results, options.outputs, max(1, options.jobs)):

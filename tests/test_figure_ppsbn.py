@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from macformer.paper import experiments, figure4
-from macformer.paper.seq2seq import Settings
-from macformer.paper.translation import finished
+from macformer.paper.translation import Settings, finished
 from scripts import figure_ppsbn as script
 from scripts.table import README
 from tests import forked

@@ -58,8 +58,8 @@ def caption(report: Report) -> str:
         "Multi30K, German to English ({source}: {sizes} pairs), preset {preset}: {layers} + {layers} layers of width "
         "{width}, {heads} heads, {vocabulary:,} byte pairs, {parameters:,} parameters ({ppsbn_parameters:+,} with "
         "ppSBN), {epochs} epochs. On the dev split (thin lines in (a): the training loss, with dropout); {search}; "
-        "BLEU: {signature}. Lines are means over {seeds} seeds, bands from the lowest to the highest. On {device_name}, "
-        "{threads} thread, {precision}, torch {torch}."
+        "BLEU: {signature}. Lines are means over {seeds} seeds, bands from the lowest to the highest. "
+        "On {device_name}, {threads} thread, {precision}, torch {torch}."
     ).format_map(words)
 
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lra_data.base import SPLITS, DataError
-from macformer.paper.seq2seq import LONGEST
 
 FILES = {"train": "train", "dev": "val", "test": "test_2016_flickr"}  # split -> name of its two files
 LANGUAGES = ("de", "en")  # source, target
 PAD, BEGIN, END = 0, 1, 2
+LONGEST = 1024  # tokens of a text
 SPECIAL = ["<pad>", "<s>", "</s>"]
 SMALLEST = len(SPECIAL) + 256  # vocabulary: every byte is in it
 WINDOW = 32  # batches whose pairs are sorted by length together

@@ -10,8 +10,7 @@ import torch
 from macformer.attention import RMFAttention
 from macformer.harness import config as configs
 from macformer.paper import multi30k
-from macformer.paper.seq2seq import Settings
-from macformer.paper.translation import Training
+from macformer.paper.translation import Settings, Training
 from tests.conftest import captions, write_multi30k
 
 ROOT = Path(__file__).parent.parent.parent

@@ -13,8 +13,7 @@ from torch import Tensor
 from macformer import RMFAttention, SoftmaxAttention
 from macformer.paper import translation
 from macformer.paper.multi30k import BEGIN, END
-from macformer.paper.seq2seq import LONGEST, Seq2Seq, Settings
-from macformer.paper.translation import translate
+from macformer.paper.translation import LONGEST, Seq2Seq, Settings, translate
 
 VOCABULARY = 12
 ATTENTIONS = {"softmax": SoftmaxAttention, "rmfa_exp": partial(RMFAttention, head_dim=8, features=16)}
@@ -169,6 +168,7 @@ def test_a_translation_gives_up_after_twice_its_source_and_ten_or_at_the_last_po
     assert translate(always(7), some_ids(8, 3, 1)) == [[7] * 26, [7] * 16, [7] * 12]
     monkeypatch.setattr(translation, "LONGEST", 20)
     assert translate(always(7), some_ids(8, 3, 1)) == [[7] * 20, [7] * 16, [7] * 12]
+    monkeypatch.undo()
     model = make("softmax", False, layers=1)
     assert len(model(some_ids(LONGEST), some_ids(LONGEST))) == LONGEST == 1024
 

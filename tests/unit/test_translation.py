@@ -21,8 +21,7 @@ from macformer import RMFAttention
 from macformer.harness import record as records
 from macformer.paper import translation
 from macformer.paper.multi30k import BEGIN, END, Corpus, Pairs, load
-from macformer.paper.seq2seq import Seq2Seq, Settings
-from macformer.paper.translation import Record, Training, finished, identify
+from macformer.paper.translation import Record, Seq2Seq, Settings, Training, finished, record_file
 from macformer.report import cells
 from tests.conftest import ROOT, captions, committed, write_multi30k
 
@@ -52,7 +51,7 @@ def run(corpus: Corpus, tmp_path: Path) -> Any:
     def train(**more: Any) -> Record:
         settings = small(**more)
         translation.run(settings, corpus, tmp_path / "results", tmp_path / "outputs")
-        record = finished(identify(settings, corpus.fingerprint, tmp_path / "results")[1])
+        record = finished(record_file(settings, corpus.fingerprint, tmp_path / "results"))
         assert record
         return record
 
@@ -210,8 +209,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 def test_what_is_no_checkpoint_of_the_run_is_named(run: Any, corpus: Corpus, tmp_path: Path) -> None:
-    run_id, _ = identify(small(), corpus.fingerprint, tmp_path)
-    file = tmp_path / "outputs" / run_id / "checkpoint.pt"
+    file = tmp_path / "outputs" / record_file(small(), corpus.fingerprint, tmp_path).stem / "checkpoint.pt"
     file.parent.mkdir(parents=True)
     for content in (b"", b"no checkpoint"):
         file.write_bytes(content)
@@ -249,16 +247,17 @@ def test_a_record_says_what_ran_and_table_2_leaves_it_out(
 
 
 def test_the_id_is_that_of_settings_and_data() -> None:
-    ids = {identify(settings, data, Path())[0] for settings in (Settings(), Settings(width=64)) for data in ("a", "b")}
+    ids = {record_file(settings, data, Path()) for settings in (Settings(), Settings(width=64)) for data in ("a", "b")}
     assert len(ids) == 4
-    assert identify(Settings(width=128), "a", Path())[0] in ids  # at its default
+    assert record_file(Settings(width=128), "a", Path()) in ids  # at its default
 
 
 @pytest.mark.parametrize("file", committed("results/runs/multi30k"), ids=lambda file: file.stem)
 def test_a_committed_run_counts_as_finished(file: Path) -> None:
     record = finished(file)
     assert record
-    assert identify(record.settings, record.fingerprint, ROOT / "results") == (record.run_id, file)
+    assert record_file(record.settings, record.fingerprint, ROOT / "results") == file
+    assert record.run_id == file.stem
 
 
 @pytest.mark.data
@@ -266,7 +265,7 @@ def test_the_committed_runs_are_those_of_the_real_data(shared_data: Path) -> Non
     corpus = load(shared_data / "multi30k", Settings().vocabulary)
     for seed in range(5):
         for ppsbn in (WITH, WITHOUT):
-            assert finished(identify(Settings(seed=seed, **ppsbn), corpus.fingerprint, ROOT / "results")[1])
+            assert finished(record_file(Settings(seed=seed, **ppsbn), corpus.fingerprint, ROOT / "results"))
 
 
 # What is refused, and what is learned
