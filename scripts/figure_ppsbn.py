@@ -70,20 +70,18 @@ def _train(settings: Settings, corpus: multi30k.Corpus, results: Path, outputs: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    places = argparse.ArgumentParser(add_help=False)
-    places.add_argument("--multi30k", type=Path, default=ROOT / "data" / "multi30k", help="default: data/multi30k")
-    places.add_argument("--output", type=Path, default=HOME, help="where the figure goes")
-    places.add_argument("--results", type=Path, default=ROOT / "results", help="where the records go: below runs/")
-    places.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="where the checkpoints go")
-    places.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side; default: all cores")
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[places])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--multi30k", type=Path, default=ROOT / "data" / "multi30k", help="default: data/multi30k")
+    parser.add_argument("--output", type=Path, default=HOME, help="where the figure goes")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="where the records go: below runs/")
+    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="where the checkpoints go")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side; default: all cores")
     parser.add_argument("--seeds", default=SEEDS, help=f"default: {SEEDS}")
     for name, value in DEFAULTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
-    options, (_, words) = parser.parse_args(arguments), places.parse_known_args(arguments)
     try:
-        make_figure(options, words)
+        make_figure(parser.parse_args(arguments), sys.argv[1:] if arguments is None else arguments)
     except ValidationError as error:
         sentence = records.complaint(error).removeprefix("Value error, ").replace(" Input", "")
         sys.exit(f"error: {sentence}")
@@ -95,13 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
-    """Train what is not finished, and draw all. `words`: what was given besides places, the seeds and settings."""
+    """Train what is not finished, and draw all. `words`: as they were typed."""
+    at_home, shared = options.output.resolve() == HOME, {name: getattr(options, name) for name in DEFAULTS}
     if not all(seed.isdecimal() for seed in options.seeds.split(",")):
         raise ValueError(f"--seeds {options.seeds} should be whole numbers, as in 0,1,2")
-    at_home = options.output.resolve() == HOME
-    if at_home and words:
+    if at_home and (shared, options.seeds) != (DEFAULTS, SEEDS):
         raise ValueError("other settings or seeds need an --output: results/figures has the whole figure")
-    shared = {name: getattr(options, name) for name in DEFAULTS}
     seeds = sorted(set(map(int, options.seeds.split(","))))
     runs = [Settings(seed=seed, pre_sbn=on, post_sbn=on, **shared) for seed in seeds for on in (False, True)]
     corpus = multi30k.load(options.multi30k, options.vocabulary)
@@ -116,7 +113,8 @@ def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
     found = [record for file in files_of if (record := translation.finished(file))]
     if len({(record.code.commit, record.environment.device_name) for record in found}) > 1:
         print("warning: these runs are of several commits or machines; the figure names the first", file=sys.stderr)
-    report = figure4.report(found, " ".join(["python -m scripts.figure_ppsbn", *words]))
+    command = " ".join(["python -m scripts.figure_ppsbn", *([] if at_home else words)])
+    report = figure4.report(found, command)
     verdict, drawn = experiments.sentence4(report), figure4.draw(report)
     contents: dict[str, str | bytes] = {"json": json.dumps(report, indent=1) + "\n"}
     contents |= {"md": figure4.markdown(report, verdict), "png": drawn.png, "svg": drawn.svg}
