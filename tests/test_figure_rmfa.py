@@ -34,12 +34,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script.devices, "prepare", lambda device, threads: None)
 
 
-@pytest.fixture
-def not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures take the most time."""
-    monkeypatch.setattr(figure3, "draw", lambda report: [])
-
-
 def run(folder: Path, *options: str) -> dict[str, Any]:
     script.main([*SMALL, "--repeats", "3", *options, "--output", str(folder)])
     return json.loads((folder / "rmfa.json").read_text())
@@ -75,11 +69,9 @@ def test_errors_are_those_of_the_definitions() -> None:
 def test_a_constant_in_v_goes_through_both_attentions() -> None:
     """So nmse_offset is the nmse of V ~ N(1, 1)."""
     q, k, v = figure3.inputs(1, 50, 0, CPU)
-    exact, shifted = SoftmaxAttention()(q, k, v), SoftmaxAttention()(q, k, v + 1)
-    assert torch.allclose(shifted, exact + 1, atol=1e-5)
-    attention = figure3.rmfa("paper", 64, 50, 0)
-    out, out_shifted = attention(q, k, v), attention(q, k, v + 1)
-    assert torch.allclose(out_shifted, out + 1, atol=1e-5)
+    for attention in (figure3.rmfa("paper", 64, 50, 0), SoftmaxAttention()):
+        exact, shifted = attention(q, k, v), attention(q, k, v + 1)
+        assert torch.allclose(shifted, exact + 1, atol=1e-5)
     scales, moved = figure3.scales(exact, v), figure3.scales(shifted, v + 1)
     assert moved["nmse"] == pytest.approx(scales["nmse_offset"], rel=1e-5)
     assert moved["deviation"] == pytest.approx(scales["deviation"], rel=1e-4)
@@ -128,18 +120,9 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert all(name in printed for name in FILES)
     assert list(report) == ["code", "environment", "settings", "lengths", "features", "cells", "softmax", "samplings"]
-    how = {
-        "quick": True,
-        "batch": 1,
-        "heads": 8,
-        "head_dim": 64,
-        "eps": 1e-12,
-        "kernel": "exp",
-        "repeats": 3,
-        "threads": 1,
-    }
+    how = {"quick": True, "batch": 1, "heads": 8, "head_dim": 64, "eps": 1e-12, "kernel": "exp"}
     command = f"python -m scripts.figure_rmfa --lengths 16 40 --features 8 64 128 --repeats 3 --output {out}"
-    assert report["settings"] == how | {"command": command}
+    assert report["settings"] == how | {"repeats": 3, "threads": 1, "command": command}
     assert [(cell["n"], cell["D"]) for cell in report["cells"]] == [(n, D) for n in (16, 40) for D in (8, 64, 128)]
     assert [times["n"] for times in report["softmax"]] == [16, 40]
     both = [(sampling, D) for sampling in ("paper", "release") for D in (8, 64, 128)]
@@ -151,14 +134,12 @@ def test_it_writes_numbers_pictures_and_a_page(tmp_path: Path, capsys: pytest.Ca
             assert all(x > 0 and float(f"{x:.6g}") == x for x in each[key])
     assert [{key: each[key] for key in report["cells"][0]} for each in report["samplings"][:3]] == report["cells"][3:]
 
-    rows = figure3.frame(report, "cells")
-    assert len(rows) == 6
-    row, cell, softmax = rows.iloc[4], report["cells"][4], report["softmax"][1]
+    row, cell, softmax = figure3.frame(report, "cells").iloc[4], report["cells"][4], report["softmax"][1]
     assert (row.n, row.D) == (40, 64)
-    faster = [math.log10(theirs / ours) for theirs, ours in zip(softmax["sdpa"], cell["seconds"], strict=True)]
-    logs = {"deviation": [math.log10(x) for x in cell["deviation"]], "sdpa": faster}
-    for name, values in logs.items():
-        assert (row[name], row[f"{name}_sd"]) == (pytest.approx(mean(values)), pytest.approx(stdev(values)))
+    faster = [theirs / ours for theirs, ours in zip(softmax["sdpa"], cell["seconds"], strict=True)]
+    for name, each in {"deviation": cell["deviation"], "sdpa": faster}.items():
+        logs = list(map(math.log10, each))
+        assert (row[name], row[f"{name}_sd"]) == (pytest.approx(mean(logs)), pytest.approx(stdev(logs)))
     assert row.ms == pytest.approx(1e3 * median(cell["seconds"]))
 
     page = (out / "rmfa.md").read_text()
@@ -183,7 +164,6 @@ def test_one_cell_is_enough(tmp_path: Path) -> None:
     )  # of one repeat there is none
 
 
-@pytest.mark.usefixtures("not_drawn")
 def test_the_maps_show_the_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A contour at equal speed and at the error of averaging V, where there is one; colours follow the numbers."""
     report, labels, clabel = run(tmp_path / "out"), [], Axes.clabel
@@ -210,10 +190,10 @@ def test_the_maps_show_the_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert worse == "error above that of averaging V in 2 of 6 cells"
 
 
-@pytest.mark.usefixtures("not_drawn")
 def test_a_killed_run_goes_on_and_has_the_same_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(figure3, "draw", lambda report: [])  # pictures take the most time
     whole = run(tmp_path / "whole")
     measure, calls = figure3.measure, []
 
@@ -251,6 +231,10 @@ def test_a_killed_run_goes_on_and_has_the_same_errors(
         (["--repeats", "0"], "repeats=0 must be a whole number of at least 1"),
         (["--device", "cuda"], "device=cuda, but torch sees no CUDA GPU here; use device=cpu or device=auto"),
         (["--output", __file__], f"--output {__file__} is a file: give a folder"),
+        (
+            ["--repeats", "1", "--output", str(script.HOME)],
+            "other lengths, features or repeats need an --output: results/figures has the whole map",
+        ),
     ],
 )
 def test_bad_options_are_one_sentence(
@@ -259,11 +243,6 @@ def test_bad_options_are_one_sentence(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert stopped("--output", str(tmp_path / "out"), *options) == f"error: {says}"
     assert not list(tmp_path.iterdir())
-
-
-def test_the_committed_figure_is_not_overwritten_by_a_part_of_it() -> None:
-    says = "error: other lengths, features or repeats need an --output: results/figures has the whole map"
-    assert stopped("--repeats", "1") == says
 
 
 def test_what_does_not_fit_into_memory_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
