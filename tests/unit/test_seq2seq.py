@@ -54,8 +54,11 @@ def framed(ids: Tensor) -> Tensor:
     return torch.cat([torch.full((len(ids), 1), BEGIN), ids], 1)
 
 
-def another(token: Tensor) -> Tensor:
-    return 3 + (token - 2) % (VOCABULARY - 3)
+def changed(ids: Tensor, j: int) -> Tensor:
+    """With another token there."""
+    ids = ids.clone()
+    ids[0, j] = 3 + (ids[0, j] - 2) % (VOCABULARY - 3)
+    return ids
 
 
 # What no position may see
@@ -64,16 +67,16 @@ def another(token: Tensor) -> Tensor:
 @every_attention
 @both_arms
 def test_no_position_sees_a_later_one(name: str, ppsbn: bool) -> None:
-    """Not even if its embedding is huge; but its own and the later ones do."""
+    """Not even if its embedding is huge; but its own and the later ones do, and all see the source and its order."""
     model = make(name, ppsbn)
     source, target = some_ids(6), framed(some_ids(9, seed=1))
     expected = model(source, target)
     for j in (1, 4, 9):
-        changed = target.clone()
-        changed[0, j] = another(changed[0, j])
-        logits = model(source, changed)
+        logits = model(source, changed(target, j))
         torch.testing.assert_close(logits[:j], expected[:j], **CLOSE)
         assert (logits[j:] - expected[j:]).abs().amax(1).min() > 1e-6
+    for other in (*(changed(source, j) for j in range(6)), source.flip(1)):
+        assert (model(other, target) - expected).abs().amax(1).min() > 1e-6
     with torch.no_grad():
         model.tokens.weight[11] = 1e6 * torch.randn(16)
     before, after = target.clone().clamp(max=10), target.clone().clamp(max=10)
@@ -98,39 +101,17 @@ def test_padding_has_no_influence(name: str, ppsbn: bool) -> None:
     torch.testing.assert_close(model(*more)[:, 1:], expected[:, 1:], **CLOSE)
 
 
-@every_attention
-def test_the_source_has_an_influence(name: str) -> None:
-    """Every one of its tokens, on every position; and their order."""
-    model = make(name, ppsbn=True)
-    source, target = some_ids(6), framed(some_ids(5, seed=1))
-    expected = model(source, target)
-    for j in range(6):
-        changed = source.clone()
-        changed[0, j] = another(changed[0, j])
-        assert (model(changed, target) - expected).abs().amax(1).min() > 1e-6
-    assert (model(source.flip(1), target) - expected).abs().amax(1).min() > 1e-6
-
-
 # Greedy search
 
 
-def room(source: Tensor) -> int:
-    factor, more = translation.ROOM
-    return factor * len(source) + more
-
-
-def greedy(model: Seq2Seq, source: Tensor) -> list[int]:
+def greedy(model: Seq2Seq, source: Tensor, room: int) -> list[int]:
     """One text without padding, by the whole model for each token: the likeliest again and again, END included."""
     written: list[int] = []
-    while len(written) < room(source) and END not in written:
+    while len(written) < room and END not in written:
         logits = model(source.unsqueeze(0), torch.tensor([[BEGIN, *written]]))[-1]
         logits[0] = -math.inf
         written.append(int(logits.argmax()))
     return written
-
-
-def texts(source: Tensor) -> list[Tensor]:
-    return [row[row > 0] for row in source]
 
 
 @every_attention
@@ -147,7 +128,7 @@ def test_a_translation_is_greedy_and_does_not_depend_on_its_batch(
         return len({len(written) for written in found if END in written})
 
     model = next(model for seed in range(100) if ends(translate(model := make(name, ppsbn, seed), source)) >= 2)
-    expected = [greedy(model, text) for text in texts(source)]
+    expected = [greedy(model, row[row > 0], room=int((row > 0).sum()) + 5) for row in source]
     assert translate(model, source) == expected
     order = torch.tensor([3, 0, 4, 4, 1])
     assert translate(model, source[order]) == [expected[i] for i in order]
@@ -174,9 +155,9 @@ def test_a_translation_gives_up_after_twice_its_source_and_ten_or_at_the_last_po
 
 
 def test_padding_is_never_written() -> None:
-    for written, text in zip(translate(always(0), some_ids(3, 2)), texts(some_ids(3, 2)), strict=True):
-        assert 0 not in written
-        assert len(written) <= room(text)
+    first, second = translate(always(0), some_ids(3, 2))
+    assert 0 not in first + second
+    assert (len(first) <= 16, len(second) <= 14) == (True, True)
 
 
 # Two arms
