@@ -30,9 +30,9 @@ from scripts.table import find_block, write_block
 
 try:
     from macformer.paper import figure4, multi30k, translation
+    from macformer.paper.translation import Settings
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not there; pip install 'macformer[figures,translate]' (make setup does)")
-from macformer.paper.translation import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / "results" / "figures"
@@ -70,8 +70,7 @@ def _train(settings: Settings, corpus: multi30k.Corpus, results: Path, outputs: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--multi30k", type=Path, default=ROOT / "data" / "multi30k", help="default: data/multi30k")
     parser.add_argument("--output", type=Path, default=HOME, help="where the figure goes")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="where the records go: below runs/")
@@ -113,8 +112,7 @@ def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
     found = [record for file in files_of if (record := translation.finished(file))]
     if len({(record.code.commit, record.environment.device_name) for record in found}) > 1:
         print("warning: these runs are of several commits or machines; the figure names the first", file=sys.stderr)
-    command = " ".join(["python -m scripts.figure_ppsbn", *([] if at_home else words)])
-    report = figure4.report(found, command)
+    report = figure4.report(found, " ".join(["python -m scripts.figure_ppsbn", *([] if at_home else words)]))
     verdict, drawn = experiments.sentence4(report), figure4.draw(report)
     contents: dict[str, str | bytes] = {"json": json.dumps(report, indent=1) + "\n"}
     contents |= {"md": figure4.markdown(report, verdict), "png": drawn.png, "svg": drawn.svg}

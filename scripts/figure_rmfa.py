@@ -43,8 +43,7 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the paper's 16 examples and 100 repeats: about 11 hours")
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 200, 400 .. 4000")
     parser.add_argument("--features", type=int, nargs="+", help="default: 8, 16 .. 2048")
@@ -52,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--output", type=Path, default=HOME)
     options = parser.parse_args(arguments)
-    given = {name: getattr(options, name) for name in ("lengths", "features", "repeats")}
-    changed = {name: value for name, value in given.items() if value is not None}
+    keys = ("lengths", "features", "repeats")
+    changed = {key: value for key in keys if (value := getattr(options, key)) is not None}
     try:
         settings = replace(FULL if options.full else QUICK, **changed)
         device = devices.choose(options.device)

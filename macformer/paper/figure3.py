@@ -102,21 +102,17 @@ def scales(exact: Tensor, v: Tensor) -> dict[str, float]:
     """What a squared error |out - exact|^2, summed over everything, is relative to.
 
     nmse          |exact|^2, the paper's. With V ~ N(0, 1) averaging takes most of V away, and little is left here.
-    nmse_offset   |exact + 1|^2: what nmse is for V ~ N(1, 1). A constant added to V goes through both attentions
-                  unchanged (through RMFA only while no denominator is floored, which takes a draw almost without
-                  constants: one of 256 for D = 8).
+    nmse_offset   |exact + 1|^2: what nmse is for V ~ N(1, 1), as a constant added to V goes through both attentions
+                  (through RMFA while no denominator is floored: in one draw of 256 for D = 8 some are).
     deviation     |exact - mean(v)|^2, so that plain averaging of V gets 1.
     """
-    of_mean = _squares(exact - v.mean(2, keepdim=True))
-    return {"nmse": _squares(exact), "nmse_offset": _squares(exact + 1), "deviation": of_mean}
+    relative_to = {"nmse": exact, "nmse_offset": exact + 1, "deviation": exact - v.mean(2, keepdim=True)}
+    return {name: _squares(x) for name, x in relative_to.items()}
 
 
 @torch.no_grad()
 def measure(settings: Settings, r: int, n: int, device: torch.device, warm_up: bool) -> Sample:
-    """Measure repeat r at length n. Explicit softmax gives the reference, before the clock starts.
-
-    `warm_up`: every arm has a turn that does not count first.
-    """
+    """Measure repeat r at length n. Explicit softmax gives the reference, before the clock starts."""
     data, sample = inputs(settings.batch, n, r, device), Sample()
 
     def call(attention: nn.Module) -> list[Tensor]:
@@ -194,10 +190,8 @@ def _generator(*words: object) -> Generator:
 
 
 def frame(report: Report, part: str) -> pd.DataFrame:
-    """A row for each of report[part]: a column for each error and gain, the mean of log10 over the repeats.
-
-    `cells`: of the paper's map, at every length. `samplings`: of every map, at the longest length. `nmse_sd` and so on
-    are standard deviations of the logarithms, 0 for one repeat; `ms` is the median of the milliseconds.
+    """A row for each of report[part]: of each error and gain the mean of log10 over the repeats and (`nmse_sd`, ...) its
+    standard deviation, 0 for one repeat; the median of the milliseconds.
     """
     rows = pd.DataFrame(report[part])
     for kind, each in values(report, report[part]).items():

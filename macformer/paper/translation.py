@@ -32,8 +32,6 @@ from macformer.paper.multi30k import BEGIN, END, LONGEST, PAD, Corpus, batches
 from macformer.ppsbn import PostSBN, PreSBN
 
 CPU = torch.device("cpu")
-CLIP = 1.0  # gradients are clipped by value
-EPS = 1e-6  # of AdamW
 EVALUATED = 128  # texts that are translated together
 ROOM = 2, 10  # a translation has at most 2 tokens for each of its source, and 10 more
 HIGHEST = 700.0  # loss whose exponential is still a number
@@ -220,7 +218,7 @@ class Training:
         torch.manual_seed(settings.seed)
         self.model = Seq2Seq(settings, len(corpus.vocabulary), attention)
         rate, steps, warmup = settings.learning_rate, settings.steps, settings.warmup_steps / settings.steps
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate, eps=EPS, weight_decay=0, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate, eps=1e-6, weight_decay=0, fused=True)
         form: dict[str, Any] = {"pct_start": warmup, "anneal_strategy": "linear", "cycle_momentum": False}
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, steps, **form)
         self.bleu = sacrebleu.BLEU()
@@ -243,12 +241,12 @@ class Training:
 
     def train_epoch(self) -> list[float]:
         """Train for one epoch; returns the loss of each step."""
-        settings, train, losses = self.settings, self.corpus.splits["train"], list[float]()
-        for indices in batches(train.lengths, settings.steps_per_epoch, settings.seed, len(self.history)):
+        train, losses = self.corpus.splits["train"], list[float]()
+        for indices in batches(train.lengths, self.settings.steps_per_epoch, self.settings.seed, len(self.history)):
             source, target = train.batch(indices)
             loss = summed_loss(self.model, source, target) / (target[:, 1:] > 0).sum()
             loss.backward()
-            nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
+            nn.utils.clip_grad_value_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
@@ -258,8 +256,8 @@ class Training:
     def finite(self, name: str, loss: float) -> float:
         """The loss, if it is a number: else the training has diverged."""
         if not math.isfinite(loss):
-            step, rate = self.schedule.last_epoch, self.settings.learning_rate
-            raise FloatingPointError(f"the {name} is {loss} at step {step}: lower --learning-rate {rate}")
+            place = f"at step {self.schedule.last_epoch}: lower --learning-rate {self.settings.learning_rate}"
+            raise FloatingPointError(f"the {name} is {loss} {place}")
         return loss
 
     @torch.inference_mode()
