@@ -1,4 +1,4 @@
-"""The paper's first toy experiment (Figure 3): error and time of RMFA_exp against softmax attention, as heat figure3.
+"""The paper's first toy experiment (Figure 3): error and time of RMFA_exp against softmax attention, as heat maps.
 
     python -m scripts.figure_rmfa              # quick: one example of 8 heads, 12 repeats; 5 to 6 minutes on one core
     python -m scripts.figure_rmfa --full       # the paper's: 16 examples, 100 repeats; about 11 hours on one core

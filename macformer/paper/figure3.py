@@ -190,8 +190,8 @@ def _generator(*words: object) -> Generator:
 
 
 def frame(report: Report, part: str) -> pd.DataFrame:
-    """A row for each of report[part]: of each error and gain the mean of log10 over the repeats and (`nmse_sd`, ...) its
-    standard deviation, 0 for one repeat; the median of the milliseconds.
+    """A row for each of report[part]: of each error and gain the mean of log10 over the repeats and (`nmse_sd`, ...)
+    its standard deviation, 0 for one repeat; the median of the milliseconds.
     """
     rows = pd.DataFrame(report[part])
     for kind, each in values(report, report[part]).items():
