@@ -149,11 +149,7 @@ def test_a_signal_stops_all_runs_and_the_same_command_goes_on(
     ],
 )
 def test_bad_words_are_said_before_anything_runs(
-    more: list[str],
-    sentence: str,
-    tmp_path: Path,
-    multi30k: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    more: list[str], sentence: str, tmp_path: Path, multi30k: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "Process", None)  # calling it would be another error
     monkeypatch.chdir(ROOT)

@@ -29,6 +29,8 @@ from macformer.paper.translation import Record, Seq2Seq, Settings, Training, fin
 from macformer.report import cells
 from tests.conftest import ROOT, captions, committed, write_multi30k
 
+SMALL = {"width": 16, "heads": 2, "head_dim": 8, "layers": 1, "feedforward": 32, "vocabulary": 400}
+TEN_STEPS = {"epochs": 2, "steps_per_epoch": 5, "warmup_steps": 3}
 VOCABULARY = 12
 WITH, WITHOUT = {"pre_sbn": True, "post_sbn": True}, dict[str, bool]()
 ATTENTIONS = {"softmax": SoftmaxAttention, "rmfa_exp": partial(RMFAttention, head_dim=8, features=16)}
@@ -37,14 +39,17 @@ every_attention = pytest.mark.parametrize("name", ATTENTIONS)
 both_arms = pytest.mark.parametrize("ppsbn", [WITH, WITHOUT], ids=["with", "without"])
 
 
-def plain(name: str, ppsbn: dict[str, bool], seed: int = 0, **more: int) -> Seq2Seq:
-    sizes = {"width": 16, "heads": 2, "head_dim": 8, "layers": 2, "feedforward": 32} | more
+def small(**more: Any) -> Settings:
+    return Settings(**SMALL | TEN_STEPS | more)
+
+
+def plain(name: str, ppsbn: dict[str, bool], seed: int = 0, **more: Any) -> Seq2Seq:
     torch.manual_seed(seed)
-    return Seq2Seq(Settings(**ppsbn, **sizes), VOCABULARY, ATTENTIONS[name])
+    return Seq2Seq(small(**{"layers": 2} | ppsbn | more), VOCABULARY, ATTENTIONS[name])
 
 
 @torch.no_grad()
-def make(name: str, ppsbn: dict[str, bool], seed: int = 0, **more: int) -> Seq2Seq:
+def make(name: str, ppsbn: dict[str, bool], seed: int = 0, **more: Any) -> Seq2Seq:
     """With such weights that attention matters, post-SBN is no identity, and texts end at different steps."""
     model = plain(name, ppsbn, seed, **more)
     for key, p in model.named_parameters():
@@ -199,14 +204,8 @@ def test_pre_sbn_and_post_sbn_can_stand_alone() -> None:
 
 # Training
 
-SMALL = {"width": 16, "heads": 2, "head_dim": 8, "layers": 1, "feedforward": 32, "vocabulary": 400}
-TEN_STEPS = {"epochs": 2, "steps_per_epoch": 5, "warmup_steps": 3}
 # After these hundred steps translations differ and are sometimes right.
 HUNDRED_STEPS = {"width": 32, "learning_rate": 1e-2, "steps_per_epoch": 50, "warmup_steps": 10}
-
-
-def small(**more: Any) -> Settings:
-    return Settings(**SMALL | TEN_STEPS | more)
 
 
 @pytest.fixture(scope="module")
