@@ -149,7 +149,7 @@ def test_a_record_for_a_person(tmp_path: Path) -> None:
     shown = program("-m", "macformer.harness.record", "show", str(file)).stdout
     record = records.read(file)
     for part in (
-        *(record.run_id, "generated: 64 / 8 / 8 examples", "test accuracy", "peak memory of training", "harness"),
+        *(record.run_id, "source generated", "test accuracy", "peak memory of training", "harness"),
         *(f"{point.train_loss:10.4f}  {point.dev_loss:8.4f}" for point in record.history),
     ):
         assert part in shown

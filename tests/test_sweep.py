@@ -200,7 +200,7 @@ def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Start
     assert re.search(
         r"^error: A worker process managed by the executor was unexpectedly terminated", errors, re.MULTILINE
     )
-    assert re.search(r"seed=\d.*: it began and has not told its end: it was killed, or is still at work", errors)
+    assert re.search(r"seed=\d.*: it began, but did not report its end: it was killed, or is still running", errors)
     assert "1 of the sweep's runs did not begin: the same command goes on" in errors
 
 
@@ -237,11 +237,11 @@ def test_cells_that_run_elsewhere_are_told_from_records(
     ran["trainer"]["precision"] = "float16"
     record = made_up(ran, seconds=3600.0)
     records.write(record, records.path(tmp_path, ran, record.run_id))
-    sweep.announce_remote(cells)
-    assert capsys.readouterr().out.strip() == (
-        "1 have records; the others take 1:00:00 one after the other, by records of other seeds, "
-        "and 1 of them nobody has timed"
-    )
+    sweep.announce([(config, []) for config in cells], at_once=None)
+    _, rfa, macformer, total, *_ = capsys.readouterr().out.split("\n")
+    assert rfa.split() == ["listops", "rfa", "1", "0", "1", "1:00:00", "0", "MiB", "seed", "0"]
+    assert macformer.split() == ["listops", "macformer_exp", "0", "0", "1"]
+    assert total.startswith("  in all 1:00:00 one after the other (1 cells of unknown time left out); checkpoints in ")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,27 +34,23 @@ class Checkpoint:
     run_id: str
     config: dict[str, Any]
     fingerprint: str  # of the data
-    sessions: list[Session] = field(default_factory=list)  # the processes that worked on the run so far
 
-    @property
-    def file(self) -> Path:
-        return self.folder / "checkpoint.pt"
+    def __post_init__(self) -> None:
+        self.file = self.folder / "checkpoint.pt"
+        self.sessions: list[Session] = []  # the processes that worked on the run so far
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """No other process works on this run at the same time. The lock of one that was killed is free."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(self.folder / "lock")
         try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise CheckpointError(f"{self.run_id} is being trained by another process ({lock.lock_file})") from None
-        try:
+            held = filelock.FileLock(self.folder / "lock").acquire(timeout=0)
+        except filelock.Timeout as busy:
+            raise CheckpointError(f"{self.run_id} is being trained by another process ({busy.lock_file})") from None
+        with held:
             for half in self.folder.glob(f"{self.file.name}.*.tmp"):  # of a process that was killed while writing
                 half.unlink()
             yield
-        finally:
-            lock.release()
 
     def unfinished(self, finished: Record | None) -> dict[str, Any] | None:
         """The state to go on from, if there is one; its sessions are known from now on.
@@ -72,12 +68,9 @@ class Checkpoint:
         self.sessions = sessions
         return saved
 
-    def begin(self, first_step: int, commit: str | None, device_name: str, concurrent: int | None) -> None:
+    def begin(self, **session: Any) -> None:
         """Another process, this one, works on the run."""
-        began = datetime.now(UTC).isoformat(" ", "milliseconds")
-        self.sessions.append(
-            Session(began=began, first_step=first_step, commit=commit, device_name=device_name, concurrent=concurrent)
-        )
+        self.sessions.append(Session(began=datetime.now(UTC).isoformat(" ", "milliseconds"), **session))
 
     @property
     def concurrent(self) -> int | None:
@@ -100,19 +93,16 @@ class Checkpoint:
         except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
             print(f"warning: {self.file} cannot be written, the run goes on without: {error}", file=sys.stderr)
 
-    def finish(self, steps: int) -> None:
-        """Nothing is left to go on from; the weights stay, if they are those of the last step."""
-        if not self.file.exists():
-            return
-        saved = load(self.file)
-        if saved["step"] == steps:
-            self.save({key: value for key, value in saved.items() if key in KEPT}, done=True)
-        else:  # the last ones could not be written
-            self.file.unlink()
+    def finish(self, steps: int | None) -> None:
+        """Nothing is left to go on from. Only the weights of the last step stay, for `evaluate=`.
 
-    def drop(self) -> None:
-        """Of a run that cannot go on; that of an earlier, finished one stays."""
-        if self.file.exists() and not load(self.file)["done"]:
+        steps=None: the run diverged, and would again. What is there of an earlier, finished run stays.
+        """
+        if not self.file.exists() or (saved := load(self.file))["done"]:
+            return
+        if saved["step"] == steps:
+            self.save({key: saved[key] for key in KEPT}, done=True)
+        else:  # the last ones could not be written
             self.file.unlink()
 
 
@@ -138,8 +128,8 @@ def load_for(config: dict[str, Any], fingerprint: str, name: str) -> dict[str, A
     """The checkpoint of that file or run id, if it was made with this configuration and these data."""
     file = Path(name) if name.endswith(".pt") else Path(config["paths"]["outputs"]) / name / "checkpoint.pt"
     saved = load(file)
-    theirs, ours = identity_config(json.loads(saved["config"])), identity_config(config)
-    theirs["data"], ours["data"] = saved["fingerprint"], fingerprint
+    theirs = identity_config(json.loads(saved["config"])) | {"data": saved["fingerprint"]}
+    ours = identity_config(config) | {"data": fingerprint}
     differing = [
         f"{key}={theirs.get(key)} (here {ours.get(key)})"
         for key in sorted(theirs.keys() | ours.keys())

@@ -12,18 +12,15 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, PositiveInt, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, create_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NOT_ARGUMENTS = ("_target_", "_partial_", "name")
+STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 # Launchers, and the extras of pyproject.toml that bring them. With ray goes all that setup installs, or pip would let
 # it break the others' versions.
-EXTRAS = {
-    "joblib": "sweep",
-    "submitit_local": "sweep",
-    "submitit_slurm": "sweep",
-    "ray": "dev,sweep,figures,translate,ray",
-}
+EXTRAS = dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "sweep")
+EXTRAS["ray"] = "dev,sweep,figures,translate,ray"
 
 
 class ConfigError(Exception):
@@ -50,13 +47,15 @@ def container(node: DictConfig) -> dict[str, Any]:
 
 def build(config: DictConfig, key: str, **given: Any) -> Any:
     """What the node at `key` describes: its _target_, called with its keys and with what it takes of `given`."""
-    node = check(config, key)
-    arguments = {name: value for name, value in container(node).items() if name != "name"}
+    arguments = {name: value for name, value in container(check(config, key)).items() if name != "name"}
     make = instantiate(arguments | {"_partial_": True}, _convert_="all")
-    takes = inspect.signature(get_object(node._target_)).parameters
-    for missing in (p.name for p in takes.values() if p.default is p.empty and p.name not in {*arguments, *given}):
-        raise ConfigError(f"{key}.{missing} is missing: {node._target_} needs it")
-    return checked(key, make, **{name: value for name, value in given.items() if name in takes})
+    signature = inspect.signature(make)
+    taken = {name: value for name, value in given.items() if name in signature.parameters}
+    try:
+        signature.bind(**taken)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    return checked(key, make, **taken)
 
 
 def checked(key: str, make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
@@ -74,33 +73,39 @@ def check(config: DictConfig, key: str) -> DictConfig:
         target = get_object(node._target_)
     except ImportError:
         raise ConfigError(f"{key}._target_={node._target_} is not there to be imported") from None
-    takes = list(inspect.signature(target).parameters)
     types = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
-    for name in node:
-        if name in NOT_ARGUMENTS:
-            continue
-        if name not in takes:
-            raise ConfigError(f"{key}.{name} is not known: {target.__name__} takes {', '.join(takes)}")
-        value = node[name]
-        if isinstance(value, DictConfig) and "_target_" in value:
+    types.pop("return", None)
+    values = {name: value for name, value in container(node).items() if name not in NOT_ARGUMENTS}
+    for name in types.keys() & values.keys():
+        if isinstance(values[name], dict) and "_target_" in values[name]:
             check(config, f"{key}.{name}")
-            continue
-        if isinstance(value, DictConfig):
-            value = container(value)
-        _fit(f"{key}.{name}", value, types[name], target.__name__)
+            types[name] = Any
+    fields: dict[str, Any] = {name: (kind, None) for name, kind in types.items()}
+    _fit(values, create_model("Arguments", __config__=STRICT, **fields), target.__name__, key)
     return node
 
 
-class Top:
+class Paths(BaseModel):
+    """The other paths are where a task's source is, or null."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, str | None]
+    data: str
+    results: str
+    outputs: str
+
+
+class Top(BaseModel):
     """The keys of configs/train.yaml; those of the groups go to constructors, which know them better."""
 
+    model_config = STRICT
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     device: Literal["auto", "cpu", "cuda"]
     threads: PositiveInt
     force: bool
     evaluate: str | None
     dry_run: bool
-    paths: dict[str, str | None]
+    paths: Paths
     task: dict[str, Any]
     model: dict[str, Any]
     trainer: dict[str, Any]
@@ -112,30 +117,25 @@ class Top:
 
 def check_top(config: DictConfig) -> None:
     """The keys at the top, by name and type."""
-    values, kinds = container(config), get_type_hints(Top, include_extras=True)
-    if unknown := values.keys() - kinds.keys():
-        raise ConfigError(f"{min(unknown)} is not known; the keys there are {', '.join(kinds)}")
-    for name, kind in kinds.items():
-        if name not in values:
-            raise ConfigError(f"{name} is missing; configs/train.yaml has it")
-        _fit(name, values[name], kind, "train.yaml")
-    for name in ("data", "results", "outputs"):  # the other paths are where a task's source is, or null
-        _fit(f"paths.{name}", values["paths"].get(name), str, "train.yaml")
+    _fit(container(config), Top, "train.yaml")
 
 
-def _fit(key: str, value: Any, kind: Any, goal: str) -> None:
-    """The value must be of the kind that the goal wants."""
+def _fit(values: Any, schema: type[BaseModel], goal: str, key: str = "") -> None:
+    """The values of the node at `key` must have the names and types of the schema, which `goal` wants."""
     try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except PydanticSchemaGenerationError:
-        raise ConfigError(f"{key}={value} does not fit {goal}: it can only be set from Python") from None
+        schema.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([key, *(str(part) for part in first["loc"])]) if isinstance(value, dict) else key
+        first, where = error.errors()[0], key
+        for part in first["loc"]:
+            if isinstance(values, dict):  # else a member of a union, which pydantic names as well
+                where, values = f"{where}.{part}".strip("."), values.get(part)
         if first["type"] == "missing":
             raise ConfigError(f"{where} is missing: {goal} needs it") from None
-        message = first["msg"].removeprefix("Input ")
-        raise ConfigError(f"{where}={first['input']} does not fit {goal}: it {message}") from None
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(
+                f"{where} is not known; the keys of {goal} are {', '.join(schema.model_fields)}"
+            ) from None
+        raise ConfigError(f"{where}={values} does not fit {goal}: it {first['msg'].removeprefix('Input ')}") from None
 
 
 def explain(error: Exception) -> str:
@@ -145,8 +145,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if group == "hydra/launcher" and name in EXTRAS:
-            wanted = f"pip install -c constraints.txt -e '.[{EXTRAS[name]}]'"
-            return f"hydra/launcher={name} is not installed: {wanted}"
+            return f"hydra/launcher={name} is not installed: pip install -c constraints.txt -e '.[{EXTRAS[name]}]'"
         return f"{group}={name} is not known; choose one of {', '.join(error.options)}"
     cause = error.__cause__ if isinstance(error, HydraException) else error
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):

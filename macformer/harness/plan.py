@@ -20,8 +20,8 @@ from macformer.harness.identity import flatten, run_id
 from macformer.harness.trainer import Trainer
 
 # Not in `differences`: device, threads and precision stand in the record's environment, the others change no result.
-NO_DIFFERENCE = ("seed", "device", "threads", "paths", "logger", "force", "evaluate", "dry_run")
-NO_DIFFERENCE_OF_TRAINER = ("precision", "telemetry", "checkpoint_every")
+NO_DIFFERENCE = {"seed", "device", "threads", "paths", "logger", "force", "evaluate", "dry_run"}
+NO_DIFFERENCE |= {"trainer.precision", "trainer.telemetry", "trainer.checkpoint_every"}
 
 
 class RunPlan:
@@ -60,51 +60,49 @@ def differences(config: dict[str, Any], overrides: list[str]) -> records.Differe
     """Key by key, from `python train.py model=M task=T` as the YAML files stand."""
     task = config["task"]["name"]
     actual, (paper, follows) = flatten(config), _paper(config["model"]["name"], task)
-    found = records.Differences(model=[], task=[], shared=[], command=_command(overrides))
+    own = [group for group in ("model", "task") if f"{group}.name" not in paper]  # in no YAML of ours
+    found: dict[str, list[str]] = {"model": [], "task": [], "shared": []}
     for key, value in sorted(actual.items()):
         group, _, name = key.partition(".")
-        if name == "name" or group in NO_DIFFERENCE or (group == "trainer" and name in NO_DIFFERENCE_OF_TRAINER):
+        if name == "name" or group in own or NO_DIFFERENCE & {group, key}:
             continue
-        if group in ("model", "task") and f"{group}.name" not in paper:
-            continue  # somebody's own, which stands in no YAML of ours: see below
         # What follows another key is said there, and must be said if it does not, even if it is the paper's value.
-        original = paper.get(key, ...)  # a whole node that was set to null is not there
-        if value == (actual.get(follows[key], original) if key in follows else original):
+        followed = follows.get(key, "")
+        if value == actual.get(followed, paper.get(key, ...)):  # a whole node that was set to null is not in `paper`
             continue
         if group == "protocol" and key not in follows.values():
             continue  # of another task
-        change = f"{name or group} = {value}"
-        if not follows.get(key, "").startswith("task."):  # else the paper's value depends on the task
+        change = f"{name or key} = {value}"
+        if not followed.startswith("task."):  # else the paper's value depends on the task
             change += f" (paper: {paper.get(key)})"
         if group == "model":
-            found.model.append(f"{name}={value}")
+            found["model"].append(f"{name}={value}")
         elif group == "task":
-            found.task.append(f"{task} {change}")
+            found["task"].append(f"{task} {change}")
         else:
-            found.shared.append(f"{group} {change}" if name else change)
-    for group, changes in (("model", found.model), ("task", found.task)):
-        if f"{group}.name" not in paper:
-            changes += [word for word in overrides if word.lstrip("+").startswith(f"{group}.")]
-    for word in (word for word in overrides if word.startswith("~")):  # a key that was taken out
-        (found.model if word.startswith("~model") else found.shared).append(word)
-    return found
-
-
-def _command(overrides: list[str]) -> list[str]:
-    """Without what does not decide the result; where a source is on this machine is left open."""
+            found["shared"].append(f"{group} {change}" if name else change)
+    for word in overrides:
+        if word.startswith("~"):  # a key that was taken out
+            found["model" if word.startswith("~model") else "shared"].append(word)
+        elif (group := word.lstrip("+").partition(".")[0]) in own:  # with nothing to compare it to
+            found[group].append(word)
+    # Without what does not decide the result; where a source is on this machine is left open.
     other = ("model", "task=", "seed=", "force=", "logger", "sweep=", "hydra", "experiment=table2")
-    files = tuple(f"paths.{name}=" for name in ("data", "results", "outputs"))
-    kept = [word for word in overrides if not word.startswith((*other, *files))]
-    return [f"{word.partition('=')[0]}=..." if word.startswith("paths.") else word for word in kept]
+    files = ("paths.data=", "paths.results=", "paths.outputs=")
+    command = [word for word in overrides if not word.startswith((*other, *files))]
+    command = [f"{word.partition('=')[0]}=..." if word.startswith("paths.") else word for word in command]
+    return records.Differences(**found, command=command)
 
 
 @cache
 def _paper(model: str, task: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The paper's protocol, keys joined by dots, and the keys that take the value of another one."""
-    choices = {"model": model, "task": task}
-    known = [group for group, name in choices.items() if (configs.CONFIGS / group / f"{name}.yaml").exists()]
-    config = configs.compose(*(f"{group}={choices[group]}" for group in known))
-    raw = flatten(OmegaConf.to_container(config))
-    follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
-    own = tuple(f"{group}." for group in choices if group not in known)
-    return {key: value for key, value in flatten(configs.container(config)).items() if not key.startswith(own)}, follows
+    choices = {f"model={model}": "model", f"task={task}": "task"}
+    ours = [choice for choice in choices if (configs.CONFIGS / f"{choice.replace('=', '/')}.yaml").exists()]
+    config = configs.compose(*ours)
+    follows = flatten(OmegaConf.to_container(config)).items()
+    own = tuple(f"{group}." for choice, group in choices.items() if choice not in ours)
+    return (
+        {key: value for key, value in flatten(configs.container(config)).items() if not key.startswith(own)},
+        {key: value[2:-1] for key, value in follows if str(value).startswith("${")},
+    )

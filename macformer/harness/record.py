@@ -6,11 +6,9 @@ python -m macformer.harness.record show results/runs/listops/rfa/listops.rfa.0.0
 import argparse
 import base64
 import importlib.metadata
-import json
 import platform
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from macformer.harness import files
 from macformer.harness.progress import duration, mebibytes
 
-SCHEMA = 3
+SCHEMA: Literal[3] = 3
 Status = Literal["ok", "oom", "diverged", "interrupted"]
 
 
@@ -136,7 +134,7 @@ class Point(Part):
 class Record(Part):
     """A run on LRA."""
 
-    schema_version: int = SCHEMA
+    schema_version: Literal[3] = SCHEMA
     run_id: str
     status: Status
     message: str  # why the run did not end well; empty if it did
@@ -188,18 +186,16 @@ def path(results: str | Path, config: dict[str, Any], run: str) -> Path:
 
 def read(file: Path) -> Record:
     """A record, or ValueError with one sentence on what is wrong with the file."""
-    text, parsed = file.read_bytes(), None
-    with suppress(ValueError):
-        parsed = json.loads(text)
-    parsed = parsed if isinstance(parsed, dict) else {}
-    if (kind := parsed.get("kind", "lra")) != "lra":
-        raise OtherKind(f"{file} is a record of kind {kind!r}, not of a run on LRA")
-    if (version := parsed.get("schema_version", SCHEMA)) != SCHEMA:
-        raise ValueError(f"{file} has schema {version}, and schema {SCHEMA} is read here: run it anew (CHANGELOG.md)")
     try:
-        return Record.model_validate_json(text)
+        return Record.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{file} is not a run record of schema {SCHEMA}: {complaint(error)}") from None
+        wrong = {each["loc"]: each["input"] for each in error.errors()}
+        if ("kind",) in wrong:
+            raise OtherKind(f"{file} is a record of kind {wrong['kind',]!r}, not of a run on LRA") from None
+        why = f"is not a run record of schema {SCHEMA}: {complaint(error)}"
+        if ("schema_version",) in wrong:
+            why = f"has schema {wrong['schema_version',]}, and schema {SCHEMA} is read here: run it anew (CHANGELOG.md)"
+        raise ValueError(f"{file} {why}") from None
 
 
 def complaint(error: ValidationError) -> str:
@@ -238,7 +234,7 @@ def summary(record: Record) -> str:
         )
     if memory := record.memory:
         peaks = {"training": memory.peak_bytes, "evaluation": memory.evaluation_peak_bytes}
-        peaks |= {"the process": memory.resident_peak_bytes}
+        peaks["the process"] = memory.resident_peak_bytes
         known = (f"of {what} {mebibytes(peak)}" for what, peak in peaks.items() if peak is not None)
         lines.append(f"peak memory {', '.join(known)}")
     return "\n".join(lines)
@@ -246,34 +242,22 @@ def summary(record: Record) -> str:
 
 def show(record: Record) -> str:
     """The whole record for a person, without the single test outcomes."""
-    changes = " with changes" if record.code.dirty else ""
-    commit = f"{record.code.commit[:12]}{changes}" if record.code.commit else "not a git checkout"
-    environment, sizes = record.environment, " / ".join(f"{count:,}" for count in record.data.examples.values())
-    threads = f"{environment.threads} thread{'s' * (environment.threads > 1)}"
+    parts = {"code": record.code, "data": record.data, "environment": record.environment}
+    listed = [*parts.items(), *(("session", session) for session in record.sessions)]
     lines = [
         f"{record.run_id}: {record.model} ({record.parameters:,} parameters) on {record.task}, seed {record.seed}, "
         f"{record.steps_done:,} steps",
         f"command      python train.py {' '.join(record.overrides)}".rstrip(),
-        f"code         {commit}",
-        f"data         {record.data.source}: {sizes} examples, fingerprint {record.data.fingerprint[:12]}",
-        f"environment  {environment.device_name} ({environment.device}), {threads}, "
-        f"{environment.precision}, torch {environment.torch}, Python {environment.python}",
+        *(f"{name:12} {', '.join(f'{key} {value}' for key, value in part)}" for name, part in listed),
+        *("", summary(record), f"memory: {record.memory.method}" if record.memory else ""),
     ]
-    lines += [
-        f"session      {s.began} from step {s.first_step:,}, commit {str(s.commit)[:12]}, {s.device_name}"
-        for s in record.sessions
-        if len(record.sessions) > 1
-    ]
-    lines += ["", summary(record)]
-    if record.memory:
-        lines.append(f"  memory: {record.memory.method}")
     if record.history:
         lines += ["", "    step  train loss  dev loss  dev accuracy  learning rate     time"]
-        lines += [
-            f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}  {p.learning_rate:13.2e}  "
-            f"{duration(p.train_seconds):>7}"
-            for p in record.history
-        ]
+    lines += [
+        f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}  {p.learning_rate:13.2e}  "
+        f"{duration(p.train_seconds):>7}"
+        for p in record.history
+    ]
     return "\n".join(lines)
 
 
@@ -287,15 +271,13 @@ def pack_bits(correct: NDArray[np.bool_]) -> str:
 
 def code() -> Code:
     """Commit of the checkout that this file stands in, and whether tracked files differ from it."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    describe = ("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
+    command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:
-        return Code(commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain", "--untracked-files=no")))
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return Code(commit=None, dirty=None)
+    return Code(commit=commit.removesuffix("-dirty"), dirty=commit.endswith("-dirty"))
 
 
 def environment(device: str, device_name: str, threads: int, precision: str = "float32") -> Environment:
@@ -310,12 +292,11 @@ def environment(device: str, device_name: str, threads: int, precision: str = "f
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m macformer.harness.record", description="Look at run records.")
-    command = parser.add_subparsers(required=True, metavar="show").add_parser("show", help="print one for a person")
-    command.add_argument("file", type=Path)
-    file = parser.parse_args().file
+    parser = argparse.ArgumentParser(prog="python -m macformer.harness.record", description="Print a run's record.")
+    parser.add_argument("command", choices=["show"])
+    parser.add_argument("file", type=Path)
     try:
-        print(show(read(file)))
+        print(show(read(parser.parse_args().file)))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

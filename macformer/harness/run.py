@@ -34,9 +34,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
     device, trainer = plan.device, plan.trainer
     task = plan.task()
     file, checkpoint = plan.record_and_checkpoint(task.fingerprint)
-    run_id = checkpoint.run_id
-    code = records.code()
-    finished = records.finished(file)
+    run_id, code, finished = checkpoint.run_id, records.code(), records.finished(file)
     if finished and not (config.force or config.evaluate or config.dry_run):
         print(f"{run_id} is finished: {file} (force=true repeats it)")
         if finished.code.commit != code.commit:
@@ -67,9 +65,10 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         saved = checkpoint.unfinished(finished)
         if saved:
             print(f"going on from step {saved['step']:,} ({checkpoint.file}; delete it to start anew)")
-            if checkpoint.sessions[-1].commit != code.commit:
-                print(f"warning: commit {checkpoint.sessions[-1].commit} saved it, this is {code.commit}")
-        checkpoint.begin(saved["step"] + 1 if saved else 1, code.commit, environment.device_name, concurrent)
+            if (commit := checkpoint.sessions[-1].commit) != code.commit:
+                print(f"warning: commit {commit} saved it, this is {code.commit}")
+        first_step, device_name = saved["step"] + 1 if saved else 1, environment.device_name
+        checkpoint.begin(first_step=first_step, commit=code.commit, device_name=device_name, concurrent=concurrent)
         logger = None
         if config.logger:
             began = checkpoint.sessions[0].began
@@ -108,17 +107,14 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         )
         if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
             records.write(record, file)
-        if record.status == "ok":
-            checkpoint.finish(record.steps_done)
-        elif record.status == "diverged":
-            checkpoint.drop()  # it would diverge again
+        if record.status in ("ok", "diverged"):
+            checkpoint.finish(record.steps_done if record.status == "ok" else None)
         if logger:
             logger.finish(file)
     print(records.summary(record))
     if record.status == "interrupted":
-        print(
-            f"the same command goes on from {checkpoint.file}" if checkpoint.file.exists() else "nothing is saved yet"
-        )
+        saved_yet = checkpoint.file.exists()
+        print(f"the same command goes on from {checkpoint.file}" if saved_yet else "nothing is saved yet")
     if result.signal:  # it may have come too late for this run: a sweep is to stop all the same
         raise KeyboardInterrupt(result.signal)
     if record.status != "ok":
@@ -155,7 +151,5 @@ def print_forecast(plan: RunPlan, model: nn.Module, task: Any) -> None:
     total = cost.train_seconds + cost.evaluation_seconds
     print(f"a step takes {1000 * cost.step_seconds:.3g} ms (mean of {cost.measured_steps})")
     print(f"peak memory of training {mebibytes(cost.memory.peak_bytes)} ({cost.memory.method})")
-    print(
-        f"expected: {duration(total)} in all, {duration(cost.train_seconds)} of it training "
-        f"and {duration(cost.evaluation_seconds)} evaluation"
-    )
+    training, evaluation = duration(cost.train_seconds), duration(cost.evaluation_seconds)
+    print(f"expected: {duration(total)} in all, {training} of it training and {evaluation} evaluation")

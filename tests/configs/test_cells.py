@@ -103,7 +103,7 @@ def test_every_protocol_trains(protocol: str, task: str, cell: Compose) -> None:
             "model.attention.features=12x does not fit RMFAttention: it should be a valid",
         ),
         ("model.attention.features=1.5", "model.attention.features=1.5 does not fit RMFAttention"),
-        ("+model.attention.featurs=64", "model.attention.featurs is not known: RMFAttention takes head_dim, features"),
+        ("+model.attention.featurs=64", "model.attention.featurs is not known; the keys of RMFAttention are head_dim"),
         (
             "model.attention.sampling=best",
             "model.attention.sampling=best .* should be 'paper', 'release', 'exact01' or 'order1'",
@@ -127,10 +127,10 @@ def test_every_protocol_trains(protocol: str, task: str, cell: Compose) -> None:
         ("task.data.examples.train=many", "task.data.examples.train=many does not fit load"),
         ("task.data.examples.train=0", "task.data.examples.train=0 does not fit load: it should be greater than 0"),
         ("~task.data.examples.dev", "task.data.examples.dev is missing: load needs it"),
-        ("~model.attention", "model.attention is missing: macformer.model.Classifier needs it"),
+        ("~model.attention", "model: missing a required argument: 'attention'"),
         ("model._target_=macformer.model.Nope", "model._target_=macformer.model.Nope is not there"),
         ("model.feedforward=-1", "model: feedforward=-1 must be"),
-        ("+model.attention.generator=3", "model.attention.generator=3 .* can only be set from Python"),
+        ("+model.attention.generator=3", "model.attention.generator=3 .* should be an instance of Generator"),
         ("task.learning_rate=-1.0", "trainer.learning_rate=-1.0 does not fit Trainer: it should be greater than 0"),
         ("task.learning_rate=nan", "trainer.learning_rate=nan does not fit Trainer"),
         ("device=tpu", "device=tpu does not fit train.yaml: it should be 'auto', 'cpu' or 'cuda'"),
@@ -140,7 +140,7 @@ def test_every_protocol_trains(protocol: str, task: str, cell: Compose) -> None:
         ("paths.text=5", "paths.text=5 does not fit train.yaml: it should be a valid string"),
         ("threads=0", "threads=0 does not fit train.yaml"),
         ("force=maybe", "force=maybe does not fit train.yaml"),
-        ("+foo=1", "foo is not known; the keys there are seed, device"),
+        ("+foo=1", "foo is not known; the keys of train.yaml are seed, device"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_sentence(override: str, sentence: str, cell: Compose) -> None:
