@@ -20,17 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SERVER = get_context("forkserver")
 # What `python train.py` loads, by itself and by its configuration, and what `make figure-ppsbn` does.
-SERVER.set_forkserver_preload(
-    [
-        "train",
-        "macformer.model",
-        "macformer.attention",
-        "lra_data.listops",
-        "torch.profiler",
-        "tests.forked",
-        "scripts.figure_ppsbn",
-    ]
-)
+LOADED = "train macformer.model macformer.attention lra_data.listops torch.profiler tests.forked scripts.figure_ppsbn"
+SERVER.set_forkserver_preload(LOADED.split())
 
 
 def start(*words: str, output: Path, errors: Path, env: Mapping[str, str] | None = None) -> ForkServerProcess:

@@ -1,7 +1,6 @@
 """Sweeps as a person starts them: by each launcher, killed and continued, announced, with runs that fail."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -20,15 +19,16 @@ from macformer.harness import record as records
 from tests import forked
 from tests.conftest import ROOT, Compose
 from tests.made_up import made_up
-from tests.test_cli import TINY, paths, program
+from tests.test_cli import TINY, Captured, paths, program
 
 TABLE2 = ["train.py", "experiment=table2", "task=listops", *TINY]
-# How to choose a launcher here, and what has it.
-LAUNCHERS = {
-    "joblib": (["sweep=joblib"], "hydra_plugins.hydra_joblib_launcher"),
-    "submitit_local": (["hydra/launcher=submitit_local"], "hydra_plugins.hydra_submitit_launcher"),
-    "ray": (["sweep=ray", "hydra.launcher.ray.remote.num_gpus=0"], "hydra_plugins.hydra_ray_launcher"),
+LAUNCHERS = {  # how to choose one here
+    "basic": [],
+    "joblib": ["sweep=joblib"],
+    "submitit_local": ["hydra/launcher=submitit_local"],
+    "ray": ["sweep=ray", "hydra.launcher.ray.remote.num_gpus=0"],
 }
+TWO = ["sweep=joblib", "hydra.launcher.n_jobs=2"]
 SLOW = pytest.mark.slow
 Started = Callable[..., subprocess.Popen[str]]
 
@@ -39,17 +39,10 @@ def started() -> Iterator[Started]:
     processes = []
 
     def start(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        processes.append(process)
-        return process
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command, env = [sys.executable, *words], os.environ | {"PYTHONUNBUFFERED": "1"}
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes))
+        return processes[-1]
 
     yield start
     for process in processes:
@@ -61,31 +54,24 @@ def found(folder: Path) -> list[records.Record]:
     return [records.read(file) for file in sorted((folder / "results").rglob("*.json"))]
 
 
-def launcher(name: str) -> list[str]:
-    words, plugin = LAUNCHERS[name]
-    if name == "ray" and importlib.util.find_spec(plugin) is None:  # `make setup` installs the others
-        pytest.skip(
-            "hydra/launcher=ray is not installed (the extra `ray` of pyproject.toml; `make test-all` brings it)"
-        )
-    return words
-
-
 @pytest.mark.parametrize(
-    "name", ["joblib", pytest.param("submitit_local", marks=SLOW), pytest.param("ray", marks=SLOW)]
+    "name", ["basic", "joblib", *(pytest.param(name, marks=SLOW) for name in ("submitit_local", "ray"))]
 )
 def test_two_cells_and_a_failure_by_each_launcher(name: str, tmp_path: Path) -> None:
     """Two do, one diverges, one does not fit: that is known at the end, wherever it ran. Ray's token is in HOME."""
-    rates = "task.learning_rate=1e-3,2e-3,1e30,-1"
-    words = ["train.py", "-m", *launcher(name), "model=rfa", rates, *TINY, *paths(tmp_path)]
+    if name == "ray":
+        pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="it is installed by `make test-all`")
+    rates = "task.learning_rate=1e30,1e-3,2e-3,-1"
+    words = ["train.py", "-m", *LAUNCHERS[name], "model=rfa", rates, *TINY, *paths(tmp_path)]
     for _ in range(2):  # the second time trains nothing but what failed
         done = program(*words, HOME=str(tmp_path))
         assert done.returncode == 1, done.stderr
         *_, count, diverged, unfit = done.stderr.splitlines()
         assert count == "error: 2 of the sweep's runs failed:"
-        assert re.match(r".*task.learning_rate=1e\+30.*: listops.rfa.0.\w+ ended as diverged", diverged)
+        assert re.match(r".*task.learning_rate=1e\+30.*: listops.rfa.0.\w+ ended as diverged: the loss is", diverged)
         assert re.match(r".*task.learning_rate=-1 .*: trainer.learning_rate=-1 does not fit Trainer", unfit)
         assert sorted(record.status for record in found(tmp_path)) == ["diverged", "ok", "ok"]
-        beside = min(4, cpu_count()) - 1 if name == "joblib" else None  # a cluster does not say
+        beside = {"basic": 0, "joblib": min(4, cpu_count()) - 1}.get(name)  # a cluster does not say
         assert {record.concurrent for record in found(tmp_path)} == {beside}
 
 
@@ -124,21 +110,14 @@ def test_the_announcement_and_data_that_are_not_there(tmp_path: Path) -> None:
     assert done.returncode == 1
     head, _, _ = done.stdout.partition("HYDRA")
     assert f"4 cells, by hydra/launcher=basic, their records in {tmp_path}/results/runs\n" in head
-    assert re.search(
-        r"^  2 will fail: text: task=text needs .*aclImdb_v1.tar.gz, which is not there", head, re.MULTILINE
-    )
+    assert re.search(r"\n  2 will fail: text: task=text needs .*aclImdb_v1.tar.gz, which is not there", head)
     assert re.search(r"\n  listops +rfa +0 +0 +2 +\S+( s)? +[\d,]+ MiB  \d+ steps\n", head)
-    assert re.search(
-        r"^  in all \S+( s)? on .+ \(\w+, 1 at a time\): until \w+ \d+ \w+ \d\d:\d\d; checkpoints in",
-        head,
-        re.MULTILINE,
-    )
+    total = r"\n  in all \S+( s)? on .+ \(\w+, 1 at a time\): until \w+ \d+ \w+ \d\d:\d\d; checkpoints in"
+    assert re.search(total, head)
     assert "error: 2 of the sweep's runs failed:" in done.stderr
     assert "Traceback" not in done.stderr
-    assert {(record.task, record.seed, record.status) for record in found(tmp_path)} == {
-        ("listops", 0, "ok"),
-        ("listops", 1, "ok"),
-    }
+    states = [(record.task, record.seed, record.status) for record in found(tmp_path)]
+    assert sorted(states) == [("listops", 0, "ok"), ("listops", 1, "ok")]
 
 
 def test_the_announcement_of_a_task_of_ones_own_chosen_by_a_pattern(tmp_path: Path) -> None:
@@ -172,46 +151,44 @@ def test_more_memory_than_there_is_ends_one_run_and_not_the_sweep(tmp_path: Path
     assert sorted(record.status for record in found(tmp_path)) == ["ok", "oom"]
 
 
-def two_at_work(started: Started, folder: Path, seeds: str) -> subprocess.Popen[str]:
-    """A sweep over two processes, both of which train; more runs have not begun."""
-    words = ["train.py", "-m", *launcher("joblib"), "hydra.launcher.n_jobs=2", "model=rfa", f"seed={seeds}", *TINY]
-    long = ["trainer.steps=100000", "trainer.checkpoint_every=100000", "trainer.evaluate_every=100000"]
-    process = started(*words, *long, *paths(folder))
-    assert process.stdout
-    at_work = 0
+def at_work(started: Started, folder: Path, runs: int, *launcher: str) -> subprocess.Popen[str]:
+    """A sweep of four runs, so many of which train at the same time; the others have not begun."""
+    words = ["train.py", "-m", *launcher, "model=rfa", "seed=0,1,2,3", *TINY, *paths(folder)]
+    process = started(*words, *(f"trainer.{key}=100000" for key in ("steps", "checkpoint_every", "evaluate_every")))
     for line in process.stdout:
-        at_work += line.count("expected end")  # after 20 steps; lines of two processes may run together
-        if at_work == 2:
+        runs -= line.count("expected end")  # after 20 steps; lines of two processes may run together
+        if not runs:
             return process
     raise AssertionError(process.communicate())
 
 
 def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Started) -> None:
     """joblib gives up then. What was at work is named; the same command goes on."""
-    process = two_at_work(started, tmp_path, "0,1,2")
-    listed = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True
-    )
+    process = at_work(started, tmp_path, 2, *TWO)
+    ps = ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(process.pid)]
+    listed = subprocess.run(ps, capture_output=True, text=True)
     worker = next(int(line.split()[0]) for line in listed.stdout.splitlines() if "popen_loky" in line)
     os.kill(worker, signal.SIGKILL)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "Traceback" not in errors
-    assert re.search(
-        r"^error: A worker process managed by the executor was unexpectedly terminated", errors, re.MULTILINE
-    )
+    assert re.search("^error: A worker process managed by the executor was unexpectedly terminated", errors, re.M)
     assert re.search(r"seed=\d.*: it began, but did not report its end: it was killed, or is still running", errors)
-    assert "1 of the sweep's runs did not begin: the same command goes on" in errors
+    assert "2 of the sweep's runs did not begin: the same command goes on" in errors
 
 
-def test_an_interrupted_sweep_over_processes_saves_all_its_runs(tmp_path: Path, started: Started) -> None:
+@pytest.mark.parametrize("launcher", [[], TWO])
+def test_an_interrupted_sweep_saves_all_its_runs(launcher: list[str], tmp_path: Path, started: Started) -> None:
     """Ctrl-C goes to every process of the group."""
-    process = two_at_work(started, tmp_path, "0,1,2,3")
+    runs = 2 if launcher else 1
+    process = at_work(started, tmp_path, runs, *launcher)
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=100)
+    printed, _ = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert [record.status for record in found(tmp_path)] == ["interrupted"] * 2
-    assert len(list((tmp_path / "outputs").rglob("checkpoint.pt"))) == 2
+    assert len(re.findall(r"interrupted: SIGINT after [\d,]+ steps", printed)) == runs
+    assert len(re.findall(r"the same command goes on from \S+checkpoint.pt", printed)) == runs
+    assert [record.status for record in found(tmp_path)] == ["interrupted"] * runs
+    assert len(list((tmp_path / "outputs").rglob("checkpoint.pt"))) == runs
 
 
 def test_notes_of_an_earlier_sweep_do_not_count(tmp_path: Path) -> None:
@@ -225,14 +202,11 @@ def test_notes_of_an_earlier_sweep_do_not_count(tmp_path: Path) -> None:
     assert len(found(tmp_path)) == 2
 
 
-def test_cells_that_run_elsewhere_are_told_from_records(
-    composed: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cells_that_run_elsewhere_are_told_from_records(composed: Compose, tmp_path: Path, capsys: Captured) -> None:
     """One has a record, another of its kind takes as long, a third kind is not known."""
     words = [*TINY, "device=cuda", f"paths.results={tmp_path}"]  # there is none here
-    cells = [
-        composed(model, f"seed={seed}", *words) for model, seed in (("model=rfa", 0), ("model=rfa", 1), ("seed=0", 0))
-    ]
+    wanted = (("rfa", 0), ("rfa", 1), ("macformer_exp", 0))
+    cells = [composed(f"model={model}", f"seed={seed}", *words) for model, seed in wanted]
     ran = configs.container(cells[0])
     ran["trainer"]["precision"] = "float16"
     record = made_up(ran, seconds=3600.0)
@@ -245,41 +219,28 @@ def test_cells_that_run_elsewhere_are_told_from_records(
 
 
 @pytest.mark.slow
-def test_a_job_of_a_cluster_goes_on_after_sigterm(tmp_path: Path, started: Started) -> None:
-    """It comes before SLURM's own end of the job, and is submitit's to handle: the run must not end as interrupted."""
-    long = ["trainer.steps=1998", "trainer.checkpoint_every=20", "trainer.evaluate_every=1000"]
-    process = started("train.py", "-m", *launcher("submitit_local"), "seed=0", *TINY, *long, *paths(tmp_path))
-    while process.poll() is None and not list((tmp_path / "outputs").glob("*/checkpoint.pt")):
-        time.sleep(0.01)
-    (pickled,) = (tmp_path / "outputs").rglob("*_submitted.pkl")
-    jobs = subprocess.run(
-        ["pgrep", "-f", f"submitit.core._submit {pickled.parent.parent}"], capture_output=True, text=True
-    )
-    os.kill(int(jobs.stdout.split()[0]), signal.SIGTERM)
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    (record,) = found(tmp_path)
-    assert (record.status, len(record.sessions)) == ("ok", 1)
+@pytest.mark.parametrize(("number", "steps", "sessions"), [(signal.SIGTERM, 1998, 1), (signal.SIGUSR2, 2998, 2)])
+def test_a_job_of_a_cluster_goes_on(
+    number: signal.Signals, steps: int, sessions: int, tmp_path: Path, started: Started
+) -> None:
+    """SIGTERM comes before SLURM's own end of the job, and is submitit's to handle: the run must not be interrupted.
 
-
-@pytest.mark.slow
-def test_a_job_of_a_cluster_that_must_make_room_is_queued_again_and_goes_on(tmp_path: Path, started: Started) -> None:
-    """submitit's signal before the time limit, or at preemption. On this machine it plays the queue itself."""
-    long = ["trainer.steps=2998", "trainer.checkpoint_every=20", "trainer.evaluate_every=1000"]
-    words = ["train.py", "-m", *launcher("submitit_local"), "model=rfa", "seed=0", *TINY, *long]
+    SIGUSR2 is submitit's signal before the time limit, or at preemption: it queues the job again, here by itself.
+    """
+    long = [f"trainer.steps={steps}", "trainer.checkpoint_every=20", "trainer.evaluate_every=1000"]
+    words = ["train.py", "-m", *LAUNCHERS["submitit_local"], "model=rfa", "seed=0", *TINY, *long]
     process = started(*words, *paths(tmp_path))
     while process.poll() is None and not list((tmp_path / "outputs").glob("*/checkpoint.pt")):
         time.sleep(0.01)
     (pickled,) = (tmp_path / "outputs").rglob("*_submitted.pkl")
     name = f"submitit.core._submit {pickled.parent.parent}"
     jobs = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True)
-    os.kill(int(jobs.stdout.split()[0]), signal.SIGUSR2)
+    os.kill(int(jobs.stdout.split()[0]), number)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     (record,) = found(tmp_path)
-    assert record.status == "ok"
-    assert len(record.sessions) == 2
-    assert record.sessions[1].first_step > 20
+    assert (record.status, len(record.sessions)) == ("ok", sessions)
+    assert sessions == 1 or record.sessions[1].first_step > 20
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,12 @@ def load(file: Path) -> dict[str, Any]:
     """What was saved, its tensors on the CPU."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}")
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint {file}") from None
     except Exception as error:  # what is no checkpoint can raise anything
         raise CheckpointError(f"{file} cannot be read as a checkpoint: a run starts anew without it") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is not a checkpoint of format {FORMAT}: a run starts anew without it")
     return state
 
 

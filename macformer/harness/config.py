@@ -81,7 +81,7 @@ def check(config: DictConfig, key: str) -> DictConfig:
             check(config, f"{key}.{name}")
             types[name] = Any
     fields: dict[str, Any] = {name: (kind, None) for name, kind in types.items()}
-    _fit(values, create_model("Arguments", __config__=STRICT, **fields), target.__name__, key)
+    fit(values, create_model("Arguments", __config__=STRICT, **fields), target.__name__, key)
     return node
 
 
@@ -115,12 +115,7 @@ class Top(BaseModel):
     protocol: dict[str, Any]
 
 
-def check_top(config: DictConfig) -> None:
-    """The keys at the top, by name and type."""
-    _fit(container(config), Top, "train.yaml")
-
-
-def _fit(values: Any, schema: type[BaseModel], goal: str, key: str = "") -> None:
+def fit(values: Any, schema: type[BaseModel], goal: str, key: str = "") -> None:
     """The values of the node at `key` must have the names and types of the schema, which `goal` wants."""
     try:
         schema.model_validate(values)
@@ -129,13 +124,12 @@ def _fit(values: Any, schema: type[BaseModel], goal: str, key: str = "") -> None
         for part in first["loc"]:
             if isinstance(values, dict):  # else a member of a union, which pydantic names as well
                 where, values = f"{where}.{part}".strip("."), values.get(part)
-        if first["type"] == "missing":
-            raise ConfigError(f"{where} is missing: {goal} needs it") from None
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(
-                f"{where} is not known; the keys of {goal} are {', '.join(schema.model_fields)}"
-            ) from None
-        raise ConfigError(f"{where}={values} does not fit {goal}: it {first['msg'].removeprefix('Input ')}") from None
+        problems = {
+            "missing": f" is missing: {goal} needs it",
+            "extra_forbidden": f" is not known; the keys of {goal} are {', '.join(schema.model_fields)}",
+        }
+        unfit = f"={values} does not fit {goal}: it {first['msg'].removeprefix('Input ')}"
+        raise ConfigError(where + problems.get(first["type"], unfit)) from None
 
 
 def explain(error: Exception) -> str:

@@ -4,59 +4,6 @@ import hashlib
 import json
 from typing import Any
 
-# A decisive key that is not in a configuration has this value. Frozen: if a YAML file gets a new default, the old one
-# stays here. A new key comes in with the value that stands for how it was before, and so changes no id. An argument
-# that a constructor has a default for is here with that default, or not at all.
-DEFAULTS: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
-    "model._target_": "Classifier",
-    "model.width": 64,
-    "model.heads": 2,
-    "model.head_dim": 32,
-    "model.layers": 2,
-    "model.feedforward": 128,
-    "model.head_width": 128,
-    "model.dropout": 0.1,
-    "model.pooling": "padded",
-    "model.attention._target_": "RMFAttention",
-    "model.attention.head_dim": 32,
-    "model.attention.features": 128,
-    "model.attention.kernel": "exp",
-    "model.attention.sampling": "paper",
-    "model.attention.p": 2.0,
-    "model.attention.redraw": None,
-    "model.attention.implementation": "explicit",
-    "model.pre_sbn._target_": "PreSBN",
-    "model.pre_sbn.eps": 1e-13,
-    "model.pre_sbn.statistics": "token",
-    "model.post_sbn._target_": "PostSBN",
-    "model.post_sbn.per_head": False,
-    "task.data._target_": "load",
-    "task.data.length": 2048,
-    "task.data.min_length": 500,
-    "task.data.max_length": 2000,
-    "task.data.brackets": False,
-    "task.data.dev": "test",
-    "task.data.examples.train": 96000,
-    "task.data.examples.dev": 2000,
-    "task.data.examples.test": 2000,
-    "task.data.seed": 0,
-    "trainer._target_": "Trainer",
-    "trainer.warmup_steps": 1000,
-    "trainer.steps": 10000,
-    "trainer.batch_size": 32,
-    "trainer.learning_rate": 1e-4,
-    "trainer.evaluate_every": 500,
-    "trainer.dev_examples": 2000,
-    "trainer.cycle_momentum": True,
-    "trainer.pad": "full",
-    "trainer.bucket": False,
-    "trainer.accumulate": 1,
-    "trainer.precision": "float32",
-    "trainer.tf32": False,
-    "trainer.compile": False,
-}
 NOT_DECISIVE = ("trainer.name", "trainer.telemetry", "trainer.checkpoint_every")
 
 
@@ -65,6 +12,27 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree.rpartition(".")[2] if prefix.endswith("_target_") else tree}
     return {key: value for name in tree for key, value in flatten(tree[name], f"{prefix}.{name}".strip(".")).items()}
+
+
+# A decisive key that is not in a configuration has this value. Frozen: if a YAML file gets a new default, the old one
+# stays here. A new key comes in with the value that stands for how it was before, and so changes no id. An argument
+# that a constructor has a default for is here with that default, or not at all.
+DEFAULTS: dict[str, Any] = (
+    {"device": "cpu", "threads": 1}
+    | flatten({"_target_": "Classifier", "width": 64, "heads": 2, "head_dim": 32, "layers": 2}, "model")
+    | flatten({"feedforward": 128, "head_width": 128, "dropout": 0.1, "pooling": "padded"}, "model")
+    | flatten({"_target_": "RMFAttention", "head_dim": 32, "features": 128, "kernel": "exp"}, "model.attention")
+    | flatten({"sampling": "paper", "p": 2.0, "redraw": None, "implementation": "explicit"}, "model.attention")
+    | flatten({"_target_": "PreSBN", "eps": 1e-13, "statistics": "token"}, "model.pre_sbn")
+    | flatten({"_target_": "PostSBN", "per_head": False}, "model.post_sbn")
+    | flatten({"_target_": "load", "length": 2048, "min_length": 500, "max_length": 2000, "seed": 0}, "task.data")
+    | flatten({"brackets": False, "dev": "test"}, "task.data")
+    | flatten({"train": 96000, "dev": 2000, "test": 2000}, "task.data.examples")
+    | flatten({"_target_": "Trainer", "warmup_steps": 1000, "steps": 10000, "evaluate_every": 500}, "trainer")
+    | flatten({"batch_size": 32, "learning_rate": 1e-4, "dev_examples": 2000, "cycle_momentum": True}, "trainer")
+    | flatten({"pad": "full", "bucket": False, "accumulate": 1, "precision": "float32"}, "trainer")
+    | flatten({"tf32": False, "compile": False}, "trainer")
+)
 
 
 def identity_config(config: dict[str, Any]) -> dict[str, Any]:

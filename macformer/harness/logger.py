@@ -6,19 +6,13 @@ from typing import Any, Literal
 
 import wandb
 
+Mode = Literal["auto", "online", "offline"]
+
 
 class Wandb:
     """mode="auto" is online for whoever is logged in and offline for all others: no question, no network."""
 
-    def __init__(
-        self,
-        project: str,
-        mode: Literal["auto", "online", "offline", "disabled"],
-        dir: str,
-        settings: dict[str, Any],
-        run_id: str,
-        began: str,
-    ):
+    def __init__(self, project: str, mode: Mode, dir: str, settings: dict[str, Any], run_id: str, began: str):
         if mode == "auto":
             mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         Path(dir).mkdir(parents=True, exist_ok=True)
@@ -35,8 +29,7 @@ class Wandb:
 
     def finish(self, record: Path) -> None:
         """The record as an artifact."""
-        if record.exists():
-            artifact = wandb.Artifact(self.run_id, type="record")
-            artifact.add_file(str(record))
-            self.run.log_artifact(artifact)
+        artifact = wandb.Artifact(self.run_id, type="record")
+        artifact.add_file(str(record))
+        self.run.log_artifact(artifact)
         self.run.finish()

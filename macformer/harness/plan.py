@@ -3,6 +3,7 @@
 A run and the announcement of a sweep both plan: they must find the same files.
 """
 
+import re
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ class RunPlan:
     """A configuration that fits, with `auto` settled for this machine."""
 
     def __init__(self, config: DictConfig, overrides: list[str]):
-        configs.check_top(config)
+        configs.fit(configs.container(config), configs.Top, "train.yaml")
         self.config, self.overrides = config, overrides
         self.device: torch.device = configs.checked("device", devices.choose, config.device)
         self.trainer: Trainer = configs.build(config, "trainer")
@@ -60,7 +61,7 @@ def differences(config: dict[str, Any], overrides: list[str]) -> records.Differe
     """Key by key, from `python train.py model=M task=T` as the YAML files stand."""
     task = config["task"]["name"]
     actual, (paper, follows) = flatten(config), _paper(config["model"]["name"], task)
-    own = [group for group in ("model", "task") if f"{group}.name" not in paper]  # in no YAML of ours
+    own = [group for group in ("model", "task") if paper[f"{group}.name"] != config[group]["name"]]  # not of ours
     found: dict[str, list[str]] = {"model": [], "task": [], "shared": []}
     for key, value in sorted(actual.items()):
         group, _, name = key.partition(".")
@@ -72,37 +73,34 @@ def differences(config: dict[str, Any], overrides: list[str]) -> records.Differe
             continue
         if group == "protocol" and key not in follows.values():
             continue  # of another task
-        change = f"{name or key} = {value}"
-        if not followed.startswith("task."):  # else the paper's value depends on the task
-            change += f" (paper: {paper.get(key)})"
         if group == "model":
             found["model"].append(f"{name}={value}")
-        elif group == "task":
-            found["task"].append(f"{task} {change}")
-        else:
-            found["shared"].append(f"{group} {change}" if name else change)
+            continue
+        change = f"{task if group == 'task' else group} {name}".strip() + f" = {value}"
+        if not followed.startswith("task."):  # else the paper's value depends on the task
+            change += f" (paper: {paper.get(key)})"
+        found["task" if group == "task" else "shared"].append(change)
     for word in overrides:
         if word.startswith("~"):  # a key that was taken out
             found["model" if word.startswith("~model") else "shared"].append(word)
         elif (group := word.lstrip("+").partition(".")[0]) in own:  # with nothing to compare it to
             found[group].append(word)
     # Without what does not decide the result; where a source is on this machine is left open.
-    other = ("model", "task=", "seed=", "force=", "logger", "sweep=", "hydra", "experiment=table2")
-    files = ("paths.data=", "paths.results=", "paths.outputs=")
-    command = [word for word in overrides if not word.startswith((*other, *files))]
-    command = [f"{word.partition('=')[0]}=..." if word.startswith("paths.") else word for word in command]
+    other: tuple[str, ...] = ("model", "task=", "seed=", "force=", "logger", "sweep=", "hydra", "experiment=table2")
+    other += ("paths.data=", "paths.results=", "paths.outputs=")
+    command = [re.sub(r"^(paths\.\w+=).*", r"\1...", word) for word in overrides if not word.startswith(other)]
     return records.Differences(**found, command=command)
 
 
 @cache
 def _paper(model: str, task: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The paper's protocol, keys joined by dots, and the keys that take the value of another one."""
-    choices = {f"model={model}": "model", f"task={task}": "task"}
-    ours = [choice for choice in choices if (configs.CONFIGS / f"{choice.replace('=', '/')}.yaml").exists()]
-    config = configs.compose(*ours)
-    follows = flatten(OmegaConf.to_container(config)).items()
-    own = tuple(f"{group}." for choice, group in choices.items() if choice not in ours)
-    return (
-        {key: value for key, value in flatten(configs.container(config)).items() if not key.startswith(own)},
-        {key: value[2:-1] for key, value in follows if str(value).startswith("${")},
-    )
+    """The paper's protocol, keys joined by dots, and the keys that take the value of another one.
+
+    With the default model or task in place of one that is in no YAML file of ours.
+    """
+    choices = {"model": model, "task": task}.items()
+    known = [f"{group}={name}" for group, name in choices if (configs.CONFIGS / group / f"{name}.yaml").exists()]
+    config = configs.compose(*known)
+    raw = flatten(OmegaConf.to_container(config))
+    follows = {key: value[2:-1] for key, value in raw.items() if str(value).startswith("${")}
+    return flatten(configs.container(config)), follows

@@ -242,17 +242,10 @@ def summary(record: Record) -> str:
 
 def show(record: Record) -> str:
     """The whole record for a person, without the single test outcomes."""
-    parts = {"code": record.code, "data": record.data, "environment": record.environment}
-    listed = [*parts.items(), *(("session", session) for session in record.sessions)]
-    lines = [
-        f"{record.run_id}: {record.model} ({record.parameters:,} parameters) on {record.task}, seed {record.seed}, "
-        f"{record.steps_done:,} steps",
-        f"command      python train.py {' '.join(record.overrides)}".rstrip(),
-        *(f"{name:12} {', '.join(f'{key} {value}' for key, value in part)}" for name, part in listed),
-        *("", summary(record), f"memory: {record.memory.method}" if record.memory else ""),
-    ]
-    if record.history:
-        lines += ["", "    step  train loss  dev loss  dev accuracy  learning rate     time"]
+    below = ("overrides", "config", "quality", "time", "history")
+    lines = [f"{name:14} {value}" for name, value in record if name not in below]
+    lines += [f"command        python train.py {' '.join(record.overrides)}", "", summary(record), ""]
+    lines += ["    step  train loss  dev loss  dev accuracy  learning rate     time"]
     lines += [
         f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}  {p.learning_rate:13.2e}  "
         f"{duration(p.train_seconds):>7}"
@@ -281,27 +274,19 @@ def code() -> Code:
 
 
 def environment(device: str, device_name: str, threads: int, precision: str = "float32") -> Environment:
-    return Environment(
-        device=device,
-        device_name=device_name,
-        python=platform.python_version(),
-        torch=importlib.metadata.version("torch"),
-        threads=threads,
-        precision=precision,
-    )
+    versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
+    return Environment(device=device, device_name=device_name, threads=threads, precision=precision, **versions)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m macformer.harness.record", description="Print a run's record.")
     parser.add_argument("command", choices=["show"])
     parser.add_argument("file", type=Path)
     try:
         print(show(read(parser.parse_args().file)))
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,8 +31,7 @@ EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotR
 def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Record | None:
     """Plan -> data -> model -> training -> record. `concurrent`: so many other runs may be at work beside it."""
     plan = RunPlan(config, overrides)
-    device, trainer = plan.device, plan.trainer
-    task = plan.task()
+    task, device, trainer = plan.task(), plan.device, plan.trainer
     file, checkpoint = plan.record_and_checkpoint(task.fingerprint)
     run_id, code, finished = checkpoint.run_id, records.code(), records.finished(file)
     if finished and not (config.force or config.evaluate or config.dry_run):
@@ -44,7 +43,9 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
     model = plan.model(task)
     parameters = sum(p.numel() for p in model.parameters())
     environment = records.environment(device.type, devices.describe(device), config.threads, trainer.precision)
-    sizes = " / ".join(f"{len(task.splits[split]):,}" for split in SPLITS)
+    examples: dict[str, int] = {split: len(task.splits[split]) for split in SPLITS}
+    data = records.Data(fingerprint=task.fingerprint, source=task.source, examples=examples, majority=task.majority)
+    sizes = " / ".join(f"{count:,}" for count in examples.values())
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     if config.evaluate:
         with explain_errors(trainer):
@@ -62,14 +63,13 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         finished = records.finished(file)  # another process may just have finished it
         if finished and not config.force:
             return finished
-        saved = checkpoint.unfinished(finished)
+        saved, logger = checkpoint.unfinished(finished), None
         if saved:
             print(f"going on from step {saved['step']:,} ({checkpoint.file}; delete it to start anew)")
             if (commit := checkpoint.sessions[-1].commit) != code.commit:
                 print(f"warning: commit {commit} saved it, this is {code.commit}")
         first_step, device_name = saved["step"] + 1 if saved else 1, environment.device_name
         checkpoint.begin(first_step=first_step, commit=code.commit, device_name=device_name, concurrent=concurrent)
-        logger = None
         if config.logger:
             began = checkpoint.sessions[0].began
             logger = configs.build(config, "logger", settings=plan.resolved, run_id=run_id, began=began)
@@ -77,8 +77,6 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
         record = records.Record(
             run_id=run_id,
-            status=result.status,
-            message=result.message,
             task=config.task.name,
             model=config.model.name,
             seed=config.seed,
@@ -86,12 +84,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
             config=plan.resolved,
             overrides=overrides,
             code=code,
-            data=records.Data(
-                fingerprint=task.fingerprint,
-                source=task.source,
-                examples={split: len(task.splits[split]) for split in SPLITS},
-                majority=task.majority,
-            ),
+            data=data,
             environment=environment,
             sessions=checkpoint.sessions,
             concurrent=checkpoint.concurrent,
@@ -100,10 +93,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
             padding=trainer.pad,
             bucketing=trainer.bucket,
             parameters=parameters,
-            quality=result.quality,
-            time=result.time,
-            memory=result.memory,
-            history=result.history,
+            **{name: getattr(result, name) for name in ("status", "message", "quality", "time", "memory", "history")},
         )
         if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
             records.write(record, file)

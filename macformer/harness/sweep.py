@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness import record as records
-from macformer.harness.failures import OutOfMemory
 from macformer.harness.identity import identity_config
 from macformer.harness.plan import RunPlan
 from macformer.harness.progress import duration, mebibytes
@@ -42,8 +40,8 @@ class Notes:
         hydra = HydraConfig.get()
         self.folder = Path(hydra.sweep.dir) / "notes"
         self.launcher: str = hydra.runtime.choices["hydra/launcher"]
-
-        self.expected: tuple[int, int | None] = self._read("expected", [0, None])  # runs, and how many at a time
+        self.expected: int = self._read("expected", 0)  # runs
+        self.concurrent: int | None = self._read("concurrent", None)  # others that may be at work beside one, if known
         self.stopped: int = self._read("stopped", 0)  # the signal that stopped the sweep
 
     def _read(self, name: str, default: Any) -> Any:
@@ -53,12 +51,6 @@ class Notes:
 
     def write(self, name: str, content: object) -> None:
         files.write(self.folder / name, json.dumps(content))
-
-    @property
-    def concurrent(self) -> int | None:
-        """Other runs that may be at work beside one of them, if that is known."""
-        runs, at_once = self.expected
-        return None if at_once is None else min(runs, at_once) - 1
 
     def tell(self, what: str) -> None:
         """How this run ended; nothing if all is well."""
@@ -71,10 +63,10 @@ class Notes:
         return [text for file in sorted(self.folder.glob("*.job")) if (text := self._read(file.name, ""))]
 
     def report(self, code: int) -> int:
-        """Print at the end what failed or did not begin. Returns the exit code of the whole."""
-        if failures := self.failures():
-            print("\n".join([f"error: {len(failures)} of the sweep's runs failed:", *failures]), file=sys.stderr)
-        not_started = self.expected[0] - len(list(self.folder.glob("*.job")))
+        """Print what failed or did not begin, and return the exit code of the whole."""
+        failures, not_started = self.failures(), self.expected - len(list(self.folder.glob("*.job")))
+        if failures:
+            print(f"error: {len(failures)} of the sweep's runs failed:", *failures, sep="\n", file=sys.stderr)
         if not_started > 0:
             print(f"{not_started} of the sweep's runs did not begin: the same command goes on", file=sys.stderr)
         return 128 + self.stopped if self.stopped else code or int(bool(failures) or not_started > 0)
@@ -103,7 +95,8 @@ class Sweep(Callback):
         words = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         parsed = OverridesParser.create(loader).parse_overrides([*words, *config.hydra.overrides.task])
         (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-        notes.write("expected", [len(runs), at_once])
+        notes.write("expected", len(runs))
+        notes.write("concurrent", at_once and min(len(runs), at_once) - 1)
         if self.announce:
             where = f"{config.paths.results}/runs"
             print(f"{len(runs)} cells, by hydra/launcher={notes.launcher}, their records in {where}", flush=True)
@@ -165,24 +158,21 @@ def announce(every: list[tuple[DictConfig, list[str]]], at_once: int | None) -> 
     print(f"  in all {duration(left)} {where}{known}; checkpoints in {config.paths.outputs}\n", flush=True)
 
 
-Outlook = tuple[str, float, Cost]  # of a run: its state, the share of it that is left to do, what the whole costs
-
-
 class Survey:
-    """What is known of runs before they begin."""
+    """What is known of runs before they begin: state, share that is left to do, cost of the whole."""
 
     def __init__(self) -> None:
         self.machine = ""  # its name (and type
         self.costs: dict[str, Cost] = {}
         self.fingerprints: dict[str, str | Exception] = {}  # errors too: a hub out of reach is slow to say so
 
-    def elsewhere(self, config: DictConfig) -> Outlook:
+    def elsewhere(self, config: DictConfig) -> tuple[str, float, Cost]:
         """From records alone: neither the device nor the data of another machine need be here."""
         known = records_alike(configs.container(config), "device", "trainer.precision")  # settled there
         finished = config.seed in [record.seed for record in known] and not config.force
         return "finished" if finished else "begin", 1, next(map(cost_of, known), Cost())
 
-    def here(self, config: DictConfig, words: list[str]) -> Outlook:
+    def here(self, config: DictConfig, words: list[str]) -> tuple[str, float, Cost]:
         """From records of a machine like this one, or from a few steps."""
         plan = RunPlan(config, words)
         name = devices.describe(plan.device)
@@ -232,9 +222,7 @@ def estimate_cost(plan: RunPlan) -> Cost:
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             return process.submit(forecast, plan.config, plan.overrides).result()
-    except (OutOfMemory, BrokenProcessPool):  # in the machine's memory it may be killed
-        return Cost(memory="too much", source="a few steps")
-    except Exception as error:  # the run will say it again, when its turn comes
+    except Exception as error:  # out of memory, say; the run will say it again, when its turn comes
         return Cost(source=f"nothing: {error}")
 
 
