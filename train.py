@@ -33,7 +33,7 @@ def main(config: DictConfig) -> None:
         notes.tell("")
     except KeyboardInterrupt as stop:
         notes.tell("")
-        notes.write("stopped", signal_of(stop))
+        notes.write("stopped", next(iter(stop.args), signal.SIGINT))
         if notes.launcher == "basic":
             raise  # else this is a worker, and the others must save their checkpoints too
     except Exception as error:
@@ -44,10 +44,6 @@ def main(config: DictConfig) -> None:
         raise  # Hydra reports it when all runs are over
 
 
-def signal_of(stop: KeyboardInterrupt) -> int:
-    return (stop.args or [signal.SIGINT])[0]
-
-
 def command() -> int:
     """Run Hydra's command line. Expected errors are one sentence; the failures of a sweep are listed at its end."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come through to here
@@ -55,7 +51,7 @@ def command() -> int:
     try:
         main()
     except KeyboardInterrupt as stop:
-        code = 128 + signal_of(stop)
+        code = 128 + next(iter(stop.args), signal.SIGINT)
     except Exception as error:
         failures = sweeps.Notes().failures() if HydraConfig.initialized() else []
         if not (failures or isinstance(error, EXPECTED) or type(error).__module__.startswith(LIBRARIES)):

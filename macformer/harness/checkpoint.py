@@ -30,13 +30,12 @@ class CheckpointError(Exception):
 class Checkpoint:
     """<folder>/checkpoint.pt, marked with the run that it belongs to."""
 
-    folder: Path
-    run_id: str
+    folder: Path  # has the run's id for its name
     config: dict[str, Any]
     fingerprint: str  # of the data
 
     def __post_init__(self) -> None:
-        self.file = self.folder / "checkpoint.pt"
+        self.run_id, self.file = self.folder.name, self.folder / "checkpoint.pt"
         self.sessions: list[Session] = []  # the processes that worked on the run so far
 
     @contextmanager
@@ -53,10 +52,7 @@ class Checkpoint:
             yield
 
     def unfinished(self, finished: Record | None) -> dict[str, Any] | None:
-        """The state to go on from, if there is one; its sessions are known from now on.
-
-        That of the `finished` run is none: to force a run is to begin anew.
-        """
+        """The state to go on from, if there is one that is not of the `finished` run: force=true begins anew."""
         if not self.file.exists():
             return None
         saved = load(self.file)
@@ -94,12 +90,9 @@ class Checkpoint:
             print(f"warning: {self.file} cannot be written, the run goes on without: {error}", file=sys.stderr)
 
     def finish(self, steps: int | None) -> None:
-        """Nothing is left to go on from. Only the weights of the last step stay, for `evaluate=`.
-
-        steps=None: the run diverged, and would again. What is there of an earlier, finished run stays.
-        """
+        """Leave nothing to go on from. Only the weights of the last step stay; steps=None: the run diverged."""
         if not self.file.exists() or (saved := load(self.file))["done"]:
-            return
+            return  # of an earlier, finished run
         if saved["step"] == steps:
             self.save({key: saved[key] for key in KEPT}, done=True)
         else:  # the last ones could not be written

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
@@ -55,13 +54,8 @@ def build(config: DictConfig, key: str, **given: Any) -> Any:
         signature.bind(**taken)
     except TypeError as error:
         raise ConfigError(f"{key}: {error}") from None
-    return checked(key, make, **taken)
-
-
-def checked(key: str, make: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """make(...), its complaint about a value turned into a ConfigError."""
     try:
-        return make(*arguments, **given)
+        return make(**taken)
     except ValueError as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
 

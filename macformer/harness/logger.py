@@ -29,7 +29,5 @@ class Wandb:
 
     def finish(self, record: Path) -> None:
         """The record as an artifact."""
-        artifact = wandb.Artifact(self.run_id, type="record")
-        artifact.add_file(str(record))
-        self.run.log_artifact(artifact)
+        self.run.log_artifact(str(record), name=self.run_id, type="record")
         self.run.finish()

@@ -31,7 +31,10 @@ class RunPlan:
     def __init__(self, config: DictConfig, overrides: list[str]):
         configs.fit(configs.container(config), configs.Top, "train.yaml")
         self.config, self.overrides = config, overrides
-        self.device: torch.device = configs.checked("device", devices.choose, config.device)
+        try:
+            self.device: torch.device = devices.choose(config.device)
+        except ValueError as error:
+            raise configs.ConfigError(str(error)) from None
         self.trainer: Trainer = configs.build(config, "trainer")
         self.trainer.precision = devices.choose_precision(self.trainer.precision, self.device)
         # What ran, not what `auto` may mean elsewhere.
@@ -53,7 +56,7 @@ class RunPlan:
     def record_and_checkpoint(self, fingerprint: str) -> tuple[Path, checkpoints.Checkpoint]:
         """With data of that fingerprint: where the record goes, and the checkpoint."""
         name = run_id(self.resolved, fingerprint)
-        checkpoint = checkpoints.Checkpoint(Path(self.config.paths.outputs) / name, name, self.resolved, fingerprint)
+        checkpoint = checkpoints.Checkpoint(Path(self.config.paths.outputs) / name, self.resolved, fingerprint)
         return records.path(self.config.paths.results, self.resolved, name), checkpoint
 
 
@@ -94,10 +97,8 @@ def differences(config: dict[str, Any], overrides: list[str]) -> records.Differe
 
 @cache
 def _paper(model: str, task: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The paper's protocol, keys joined by dots, and the keys that take the value of another one.
-
-    With the default model or task in place of one that is in no YAML file of ours.
-    """
+    """The paper's protocol, keys joined by dots, and the keys that take the value of another one."""
+    # The default model or task stands in for one that is in no YAML file of ours.
     choices = {"model": model, "task": task}.items()
     known = [f"{group}={name}" for group, name in choices if (configs.CONFIGS / group / f"{name}.yaml").exists()]
     config = configs.compose(*known)

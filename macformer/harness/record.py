@@ -104,11 +104,6 @@ class Time(Part):
     step_p50: float
     step_p90: float
 
-    @property
-    def total(self) -> float:
-        """Of the whole run."""
-        return self.train_seconds + self.evaluation_seconds + self.pause_seconds
-
 
 class Memory(Part):
     peak_bytes: int  # of training
@@ -132,8 +127,6 @@ class Point(Part):
 
 
 class Record(Part):
-    """A run on LRA."""
-
     schema_version: Literal[3] = SCHEMA
     run_id: str
     status: Status
@@ -193,8 +186,8 @@ def read(file: Path) -> Record:
         if ("kind",) in wrong:
             raise OtherKind(f"{file} is a record of kind {wrong['kind',]!r}, not of a run on LRA") from None
         why = f"is not a run record of schema {SCHEMA}: {complaint(error)}"
-        if ("schema_version",) in wrong:
-            why = f"has schema {wrong['schema_version',]}, and schema {SCHEMA} is read here: run it anew (CHANGELOG.md)"
+        if version := wrong.get(("schema_version",)):
+            why = f"has schema {version}, and schema {SCHEMA} is read here: run it anew (CHANGELOG.md)"
         raise ValueError(f"{file} {why}") from None
 
 
@@ -246,11 +239,9 @@ def show(record: Record) -> str:
     lines = [f"{name:14} {value}" for name, value in record if name not in below]
     lines += [f"command        python train.py {' '.join(record.overrides)}", "", summary(record), ""]
     lines += ["    step  train loss  dev loss  dev accuracy  learning rate     time"]
-    lines += [
-        f"{p.step:>8,}  {p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}  {p.learning_rate:13.2e}  "
-        f"{duration(p.train_seconds):>7}"
-        for p in record.history
-    ]
+    for p in record.history:
+        losses = f"{p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}"
+        lines += [f"{p.step:>8,}  {losses}  {p.learning_rate:13.2e}  {duration(p.train_seconds):>7}"]
     return "\n".join(lines)
 
 
@@ -264,8 +255,8 @@ def pack_bits(correct: NDArray[np.bool_]) -> str:
 
 def code() -> Code:
     """Commit of the checkout that this file stands in, and whether tracked files differ from it."""
-    describe = ("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
-    command = ["git", "-C", str(Path(__file__).parent), *describe]
+    folder = str(Path(__file__).parent)
+    command = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

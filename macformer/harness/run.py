@@ -73,8 +73,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         if config.logger:
             began = checkpoint.sessions[0].began
             logger = configs.build(config, "logger", settings=plan.resolved, run_id=run_id, began=began)
-        log = logger.log if logger else None
-        result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, log)
+        result = trainer.fit(model, task, device, config.seed, checkpoint.save, saved, logger and logger.log)
         record = records.Record(
             run_id=run_id,
             task=config.task.name,
@@ -121,10 +120,9 @@ def evaluate_only(name: str, plan: RunPlan, model: nn.Module, task: Any) -> None
     def tick(done: int) -> None:
         screen.live(lambda: f"evaluating: {done:,} of {len(test):,} examples")
 
-    for which, weights in (("best on dev", saved["best_weights"]), ("last", saved["model"])):
-        if not weights:  # saved before the first evaluation
-            continue
-        load_weights(model, weights)
+    weights = {"best on dev": saved["best_weights"], "last": saved["model"]}
+    for which in filter(weights.get, weights):  # there are no best ones before the first evaluation
+        load_weights(model, weights[which])
         outcomes, loss = evaluate(
             model, test, np.arange(len(test)), trainer.batch_size, plan.device, trainer.trim, trainer.precision, tick
         )

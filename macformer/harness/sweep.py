@@ -40,8 +40,7 @@ class Notes:
         hydra = HydraConfig.get()
         self.folder = Path(hydra.sweep.dir) / "notes"
         self.launcher: str = hydra.runtime.choices["hydra/launcher"]
-        self.expected: int = self._read("expected", 0)  # runs
-        self.concurrent: int | None = self._read("concurrent", None)  # others that may be at work beside one, if known
+        self.expected, self.concurrent = self._read("expected", (0, None))  # runs; others beside each, if known
         self.stopped: int = self._read("stopped", 0)  # the signal that stopped the sweep
 
     def _read(self, name: str, default: Any) -> Any:
@@ -95,11 +94,10 @@ class Sweep(Callback):
         words = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         parsed = OverridesParser.create(loader).parse_overrides([*words, *config.hydra.overrides.task])
         (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-        notes.write("expected", len(runs))
-        notes.write("concurrent", at_once and min(len(runs), at_once) - 1)
+        notes.write("expected", (len(runs), at_once and min(len(runs), at_once) - 1))
         if self.announce:
-            where = f"{config.paths.results}/runs"
-            print(f"{len(runs)} cells, by hydra/launcher={notes.launcher}, their records in {where}", flush=True)
+            where = f"their records in {config.paths.results}/runs"
+            print(f"{len(runs)} cells, by hydra/launcher={notes.launcher}, {where}", flush=True)
             made = [loader.load_sweep_config(config, run) for run in runs]
             keys = [str(key) for key in config if key != "hydra"]
             announce([(OmegaConf.masked_copy(each, keys), run) for each, run in zip(made, runs, strict=True)], at_once)
@@ -114,19 +112,14 @@ def _ask(number: int, frame: object) -> None:
     print("stopping: no more runs begin; once more leaves those at work alone", file=sys.stderr)
 
 
-class Cost(NamedTuple):
-    """Of a whole run."""
-
+class Cost(NamedTuple):  # of a whole run
     seconds: float | None = None  # not known
     memory: str = ""
     source: str = ""
 
 
 def announce(every: list[tuple[DictConfig, list[str]]], at_once: int | None) -> None:
-    """Print what will fail, what is finished, goes on from a checkpoint or begins, and the time of one run and of all.
-
-    at_once=None: they run on other machines.
-    """
+    """Print what will fail, is finished, goes on or begins, and how long it takes. at_once=None: on other machines."""
     survey, problems, costs = Survey(), Counter[str](), defaultdict[tuple[str, str], Cost](Cost)
     states = defaultdict[tuple[str, str], Counter[str]](Counter)
     left, unknown = 0.0, 0
@@ -211,9 +204,11 @@ def records_alike(config: dict[str, Any], *ignored: str) -> list[records.Record]
 
 
 def cost_of(record: records.Record) -> Cost:
-    assert record.time  # it is ok
-    assert record.memory
-    return Cost(record.time.total, mebibytes(record.memory.peak_bytes), f"seed {record.seed}")
+    return _cost(record.time, record.memory, f"seed {record.seed}")
+
+
+def _cost(times: Any, memory: Any, source: str) -> Cost:
+    return Cost(times.train_seconds + times.evaluation_seconds, mebibytes(memory.peak_bytes), source)
 
 
 def estimate_cost(plan: RunPlan) -> Cost:
@@ -229,6 +224,5 @@ def estimate_cost(plan: RunPlan) -> Cost:
 def forecast(config: DictConfig, overrides: list[str]) -> Cost:
     plan = RunPlan(config, overrides)
     task = plan.task()
-    cost = plan.trainer.forecast(plan.model(task), task, plan.device, config.seed, PATIENCE)
-    total = cost.train_seconds + cost.evaluation_seconds
-    return Cost(total, mebibytes(cost.memory.peak_bytes), f"{cost.measured_steps} steps")
+    found = plan.trainer.forecast(plan.model(task), task, plan.device, config.seed, PATIENCE)
+    return _cost(found, found.memory, f"{found.measured_steps} steps")

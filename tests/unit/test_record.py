@@ -231,7 +231,7 @@ def test_a_record_says_how_its_run_differs_from_the_papers(cell: Compose) -> Non
 
 
 def test_a_run_is_as_concurrent_as_its_most_crowded_session(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path, "", {}, "")
+    checkpoint = Checkpoint(tmp_path, {}, "")
     for concurrent, most in ((1, 1), (0, 1), (None, None)):
         checkpoint.begin(first_step=1, commit=None, device_name="", concurrent=concurrent)
         assert checkpoint.concurrent == most
