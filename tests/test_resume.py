@@ -15,7 +15,7 @@ from macformer.harness import record as records
 from macformer.harness.run import run
 from tests import forked
 from tests.conftest import Compose
-from tests.test_cli import TINY, Captured, paths
+from tests.test_cli import TINY, Captured, Patch, paths, train
 
 # What could be forgotten in a checkpoint is in it: dropout's random numbers, redrawn features, running averages.
 ARGUMENTS = [
@@ -27,7 +27,8 @@ ARGUMENTS = [
 SUICIDE = """
 import os, runpy, signal, sys
 from hydra.utils import get_object
-number, where, count, *sys.argv = sys.argv[1:]
+number, where, count = sys.argv[1:4]
+sys.argv[:4] = ["train.py"]
 home, _, name = where.rpartition(".")
 home = get_object(home)
 function, calls = getattr(home, name), []
@@ -47,15 +48,14 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
-    return ["train.py", *ARGUMENTS, *paths(folder), *more]
+    return [*ARGUMENTS, *paths(folder), *more]
 
 
 Finished = tuple[records.Record, list[float], str]  # the record, all losses, and what was printed
 
 
 def finish(folder: Path, *more: str) -> Finished:
-    done = forked.run(*arguments(folder, *more))
-    assert done.returncode == 0, done.stderr
+    done = train(*arguments(folder, *more))
     (file,) = (folder / "results").rglob("*.json")
     (checkpoint,) = (folder / "outputs").rglob("checkpoint.pt")
     return records.read(file), checkpoints.load(checkpoint)["losses"].tolist(), done.stdout
@@ -112,7 +112,7 @@ def test_asked_to_stop(unharmed: Finished, tmp_path: Path) -> None:
     assert record.time.train_seconds > interrupted.time.train_seconds  # it adds up
 
 
-def test_a_forced_repeat_goes_on(cell: Compose, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_a_forced_repeat_goes_on(cell: Compose, monkeypatch: Patch, capsys: Captured) -> None:
     """A finished run is repeated, and a repeat that was stopped is continued."""
     changes = "trainer.steps=18", "trainer.checkpoint_every=4", "trainer.evaluate_every=100"
     first = run(cell("listops", "rfa", *changes), [])
@@ -134,7 +134,7 @@ def test_a_forced_repeat_goes_on(cell: Compose, monkeypatch: pytest.MonkeyPatch,
     assert what_was_learned(again) == what_was_learned(first)
 
 
-def test_force_begins_anew(cell: Compose, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_force_begins_anew(cell: Compose, monkeypatch: Patch, capsys: Captured) -> None:
     """Even if the finished run was killed before its checkpoint said so."""
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.Checkpoint, "finish", lambda checkpoint, steps: None)
@@ -144,7 +144,7 @@ def test_force_begins_anew(cell: Compose, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
-    cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    cell: Compose, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """What was saved before is of no use then: it is not the end of the run."""
     write = checkpoints.write
@@ -161,7 +161,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(
     assert not list((tmp_path / "outputs").rglob("checkpoint.pt"))
 
 
-def test_what_another_process_has_just_finished_is_not_repeated(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_process_has_just_finished_is_not_repeated(cell: Compose, monkeypatch: Patch) -> None:
     record = run(cell("listops", "rfa"), [])
     looks = iter([None, record])
     monkeypatch.setattr(records, "finished", lambda file: next(looks))
@@ -176,7 +176,7 @@ def test_two_processes_do_not_work_on_one_run(cell: Compose, tmp_path: Path) -> 
         run(cell("listops", "rfa", "force=true"), [])
 
 
-def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: Patch) -> None:
     file = tmp_path / "checkpoint.pt"
     checkpoints.write(file, {"format": 1, "step": 1})
 
@@ -197,9 +197,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 cut off", Evil(), {"format": 0}, [1]])
-def test_what_is_no_checkpoint_is_named_and_runs_no_code(
-    content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_checkpoint_is_named_and_runs_no_code(content: object, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     file = Path("checkpoint.pt")
     if isinstance(content, bytes):

@@ -19,9 +19,8 @@ from macformer.harness import record as records
 from tests import forked
 from tests.conftest import ROOT, Compose
 from tests.made_up import made_up
-from tests.test_cli import TINY, Captured, paths, program
+from tests.test_cli import TINY, Captured, paths, program, train
 
-TABLE2 = ["train.py", "experiment=table2", "task=listops", *TINY]
 LAUNCHERS = {  # how to choose one here
     "basic": [],
     "joblib": ["sweep=joblib"],
@@ -78,8 +77,9 @@ def test_two_cells_and_a_failure_by_each_launcher(name: str, tmp_path: Path) -> 
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     """Killed in its second run: the first is not repeated, and all ends as if nothing had happened."""
     long = ["trainer.steps=298", "trainer.checkpoint_every=20", "trainer.evaluate_every=100"]
-    words = [*TABLE2, "model=macformer_exp", "seed=0,1", *long]
-    process = forked.start(*words, *paths(tmp_path / "killed"), output=tmp_path / "output", errors=tmp_path / "errors")
+    words = ["experiment=table2", "task=listops", *TINY, "model=macformer_exp", "seed=0,1", *long]
+    output = {"output": tmp_path / "output", "errors": tmp_path / "errors"}
+    process = forked.start("train.py", *words, *paths(tmp_path / "killed"), **output)
     second = tmp_path / "killed" / "outputs"
     while process.is_alive() and len(list(second.glob("*.1.*/checkpoint.pt"))) == 0:
         time.sleep(0.01)
@@ -88,14 +88,13 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
     assert [(record.seed, record.status) for record in found(tmp_path / "killed")] == [(0, "ok")]
 
-    again = forked.run(*words, *paths(tmp_path / "killed"))
-    assert again.returncode == 0, again.stderr
+    again = train(*words, *paths(tmp_path / "killed"))
     assert re.search(r"^  listops +macformer_exp +1 +1 +0 +[\d.]+ s +\d+ MiB  seed 0$", again.stdout, re.MULTILINE)
     assert re.search(r"^listops.macformer_exp.0.\w+ is finished", again.stdout, re.MULTILINE)
     assert len(re.findall(r"^going on from step \d+", again.stdout, re.MULTILINE)) == 1
 
     unannounced = "hydra.callbacks.sweep.announce=false"  # the announcement runs a few steps in a process of its own
-    assert forked.run(*words, unannounced, *paths(tmp_path / "whole")).returncode == 0
+    train(*words, unannounced, *paths(tmp_path / "whole"))
     killed, whole = found(tmp_path / "killed"), found(tmp_path / "whole")
     assert len(killed) == len(whole) == 2
     assert [record.quality for record in killed] == [record.quality for record in whole]
@@ -106,8 +105,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
 def test_the_announcement_and_data_that_are_not_there(tmp_path: Path) -> None:
     """Text has no data: its cells are told of first, fail by themselves, and cost the others nothing."""
     words = ["experiment=table2", "task=text,listops", "model=rfa", "seed=0,1", "trainer=smoke", *paths(tmp_path)]
-    done = forked.run("train.py", *words)
-    assert done.returncode == 1
+    done = train(*words, code=1)
     head, _, _ = done.stdout.partition("HYDRA")
     assert f"4 cells, by hydra/launcher=basic, their records in {tmp_path}/results/runs\n" in head
     assert re.search(r"\n  2 will fail: text: task=text needs .*aclImdb_v1.tar.gz, which is not there", head)
@@ -127,8 +125,7 @@ def test_the_announcement_of_a_task_of_ones_own_chosen_by_a_pattern(tmp_path: Pa
     own.write_text((ROOT / "configs" / "task" / "listops.yaml").read_text().replace("name: listops", "name: own"))
     words = ["--config-dir", str(own.parents[1]), "task=own", "model=glob(rfa*)", "hydra.callbacks.sweep.announce=true"]
     for finished, begin in ((0, 1), (1, 0)):
-        done = forked.run("train.py", "-m", *words, *TINY, *paths(tmp_path))
-        assert done.returncode == 0, done.stderr
+        done = train("-m", *words, *TINY, *paths(tmp_path))
         assert re.search(rf"^  own +rfa +{finished} +0 +{begin} ", done.stdout, re.MULTILINE), done.stdout
         next((tmp_path / "outputs").glob("own.rfa.0.*/checkpoint.pt")).write_bytes(b"junk")
     (record,) = found(tmp_path)
@@ -144,8 +141,7 @@ def test_more_memory_than_there_is_ends_one_run_and_not_the_sweep(tmp_path: Path
     if 2 * 4 * length**2 < 0.9 * total:
         pytest.skip("a text cannot be long enough to fill this machine's memory")
     words = ["model=transformer", "model.heads=1", f"task.data.length={length},64", "device=cpu", *TINY[:1], *TINY[2:]]
-    done = forked.run("train.py", "-m", *words, *paths(tmp_path))
-    assert done.returncode == 1, done.stderr
+    done = train("-m", *words, *paths(tmp_path), code=1)
     assert "error: 1 of the sweep's runs failed:" in done.stderr
     assert re.search(rf"task.data.length={length} .* ended as oom: after 0 steps, out of memory", done.stderr)
     assert sorted(record.status for record in found(tmp_path)) == ["ok", "oom"]
@@ -196,8 +192,7 @@ def test_notes_of_an_earlier_sweep_do_not_count(tmp_path: Path) -> None:
     notes = tmp_path / "sweep" / "notes"
     files.write(notes / "stopped", "15")
     files.write(notes / "00007.job", "an old failure")
-    done = forked.run("train.py", "-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", *TINY, *paths(tmp_path))
-    assert done.returncode == 0, done.stderr
+    done = train("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", *TINY, *paths(tmp_path))
     assert "old failure" not in done.stderr
     assert len(found(tmp_path)) == 2
 
@@ -244,29 +239,30 @@ def test_a_job_of_a_cluster_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("settings", "command"),
+    ("settings", "words"),
     [
-        ([], "train.py experiment=table2"),
-        (
-            ["TASKS=listops,text", "MODELS=rfa", "SEEDS=0,1", "PROTOCOL=clean", "TRAINER=cpu", "SWEEP=joblib"],
-            "train.py experiment=table2 task=listops,text model=rfa seed=0,1 protocol=clean trainer=cpu sweep=joblib",
-        ),
-        (["IMDB=a.tar.gz", "PAIRS=b"], "train.py experiment=table2 paths.text=a.tar.gz paths.retrieval=b"),
+        ("", ""),
+        ("TASKS=listops,text MODELS=rfa SEEDS=0,1", " task=listops,text model=rfa seed=0,1"),
+        ("PROTOCOL=clean TRAINER=cpu SWEEP=joblib", " protocol=clean trainer=cpu sweep=joblib"),
+        ("IMDB=a.tar.gz PAIRS=b", " paths.text=a.tar.gz paths.retrieval=b"),
     ],
 )
-def test_make_reproduce_is_the_sweep_and_the_table(settings: list[str], command: str) -> None:
-    made = subprocess.run(["make", "-n", "reproduce", *settings], capture_output=True, text=True, cwd=ROOT, check=True)
+def test_make_reproduce_is_the_sweep_and_the_table(settings: str, words: str) -> None:
+    command = ["make", "-n", "reproduce", *settings.split()]
+    made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     line = " ".join(made.stdout.replace("\\\n", " ").split()).replace(" ;", ";")
-    assert f"python {command}; code=$?; .venv/bin/python scripts/table.py results; exit $code" in line
+    assert (
+        f"python train.py experiment=table2{words}; code=$?; .venv/bin/python scripts/table.py results; exit $code"
+        in line
+    )
 
 
 def test_a_launcher_that_is_not_installed_is_named_with_the_command() -> None:
     hidden = "import sys, runpy; sys.modules['hydra_plugins'] = None; runpy.run_path('train.py', run_name='__main__')"
     missing = program("-c", hidden, "-m", "sweep=ray", "seed=0,1")
     assert missing.returncode == 1
-    assert missing.stderr.startswith(
-        "error: hydra/launcher=ray is not installed: pip install -c constraints.txt -e '.["
-    )
+    sentence = "error: hydra/launcher=ray is not installed: pip install -c constraints.txt -e '.["
+    assert missing.stderr.startswith(sentence)
     for extra in configs.EXTRAS.values():
         for part in extra.split(","):
             assert f"\n{part} = [" in (ROOT / "pyproject.toml").read_text()

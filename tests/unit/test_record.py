@@ -20,9 +20,8 @@ from macformer.harness.plan import RunPlan
 from macformer.harness.run import run
 from macformer.harness.trainer import Trainer
 from macformer.model import Classifier
-from tests import forked
 from tests.conftest import TASKS, Compose, committed
-from tests.test_cli import Captured
+from tests.test_cli import Captured, Patch, train
 
 Finished = tuple[records.Record, Path]
 
@@ -84,7 +83,7 @@ def test_a_record_that_is_corrupt_or_of_a_failed_run_is_replaced(
 
 
 def test_a_forced_repeat_that_fails_does_not_cost_the_finished_record(
-    cell: Compose, finished: Finished, monkeypatch: pytest.MonkeyPatch
+    cell: Compose, finished: Finished, monkeypatch: Patch
 ) -> None:
     record, file = finished
 
@@ -98,7 +97,7 @@ def test_a_forced_repeat_that_fails_does_not_cost_the_finished_record(
 
 
 def test_a_place_that_cannot_be_written_fails_before_the_training(
-    cell: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cell: Compose, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr("macformer.harness.trainer.Trainer.fit", None)  # calling it would be another error
@@ -153,7 +152,7 @@ def test_another_run_has_another_id(config: dict, key: str, value: object) -> No
     ],
 )
 def test_a_class_that_moves_and_a_new_key_at_its_default_change_no_id(
-    config: dict, key: str, value: object, monkeypatch: pytest.MonkeyPatch
+    config: dict, key: str, value: object, monkeypatch: Patch
 ) -> None:
     monkeypatch.setitem(DEFAULTS, "model.direction", "both")
     monkeypatch.setitem(DEFAULTS, "task.data.new", 3)
@@ -208,8 +207,7 @@ def test_a_committed_run_is_not_trained_again(tmp_path: Path) -> None:
     """The whole program, which makes the data first: about a minute."""
     words = "task=listops", "model=rfa", "seed=0", "experiment=table2", "trainer=cpu"
     places = f"paths.data={tmp_path}/data", f"paths.outputs={tmp_path}/outputs", "hydra.callbacks.sweep.announce=false"
-    done = forked.run("train.py", "-m", *words, *places)
-    assert done.returncode == 0, done.stderr
+    done = train("-m", *words, *places)
     assert re.search(r"^listops\.rfa\.0\.\w+ is finished: results/runs/listops/rfa/", done.stdout, re.MULTILINE)
     assert "steps on" not in done.stdout
 
