@@ -28,7 +28,6 @@ from macformer.harness import record as records
 from macformer.harness.identity import identity_config
 from macformer.harness.plan import RunPlan
 from macformer.harness.progress import duration, mebibytes
-from macformer.harness.result import Forecast
 
 PATIENCE = 5.0  # seconds of steps for a forecast
 
@@ -146,7 +145,9 @@ def announce(every: list[tuple[DictConfig, list[str]]], at_once: int | None) -> 
         time_of_one = "" if seconds is None else duration(seconds)
         print(f"  {task:10} {model:16} {counts} {time_of_one:>14} {memory:>12}  {source}")
     end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + left))
-    where = f"on {survey.machine}, {at_once} at a time): until {end}" if at_once else "one after the other"
+    where = (
+        f"on {survey.machine} ({survey.device}, {at_once} at a time): until {end}" if at_once else "one after the other"
+    )
     known = f" ({unknown} cells of unknown time left out)" if unknown else ""
     print(f"  in all {duration(left)} {where}{known}; checkpoints in {config.paths.outputs}\n", flush=True)
 
@@ -155,7 +156,7 @@ class Survey:
     """What is known of runs before they begin: state, share that is left to do, cost of the whole."""
 
     def __init__(self) -> None:
-        self.machine = ""  # its name (and type
+        self.machine = self.device = ""
         self.costs: dict[str, Cost] = {}
         self.fingerprints: dict[str, str | Exception] = {}  # errors too: a hub out of reach is slow to say so
 
@@ -168,8 +169,7 @@ class Survey:
     def here(self, config: DictConfig, words: list[str]) -> tuple[str, float, Cost]:
         """From records of a machine like this one, or from a few steps."""
         plan = RunPlan(config, words)
-        name = devices.describe(plan.device)
-        self.machine = f"{name} ({plan.device.type}"
+        self.machine, self.device = devices.describe(plan.device), plan.device.type
         key = json.dumps([plan.resolved["task"], plan.resolved["paths"]])
         if key not in self.fingerprints:
             try:
@@ -186,7 +186,7 @@ class Survey:
         kind = json.dumps([_kind(plan.resolved), fingerprint], sort_keys=True)
         if kind not in self.costs:
             known = [each for each in records_alike(plan.resolved) if each.data.fingerprint == fingerprint]
-            same = (cost_of(each) for each in known if each.environment.device_name == name)
+            same = (cost_of(each) for each in known if each.environment.device_name == self.machine)
             self.costs[kind] = next(same, None) or estimate_cost(plan)
         share = 1 - (saved["step"] if saved else 0) / plan.trainer.total_steps
         return "go on" if saved else "begin", share, self.costs[kind]
