@@ -48,11 +48,6 @@ def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
 
 
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Set masked tokens to zero: the powers of a huge one would overflow, and inf times 0 is NaN."""
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0)
-
-
 def _full_precision(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Give a forward method float32 or wider, with autocast off, and return its result in q's dtype."""
 
@@ -201,7 +196,8 @@ class RMFAttention(nn.Module):
                 mask, real = None if mask is None else mask[:, :TELEMETRY_ROWS], real[:, :TELEMETRY_ROWS]
             step = -(-q.shape[2] // TELEMETRY_ROWS)
             q, real = q[:, :, ::step], real[:, ::step]
-            k, v = _masked(k, mask), _masked(v, mask)
+            if mask is not None:  # the powers of a huge padded token would overflow, and inf times 0 is NaN
+                k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
 
             logits = q @ k.mT * q.shape[-1] ** -0.5
             keep = _keep(q, k, mask, causal)
