@@ -20,9 +20,8 @@ def main() -> None:
     folder = parser.parse_args().folder
     tables, found, problems = cells.read(folder)
     drawn = [figures.draw(number, table) for number, table in enumerate(tables, 1)]
-    bench = cells.bench()
-    lengths = figures.over_length(bench) if bench else None
-    made = {figure.name: figure for figure in [*chain(*drawn), lengths] if figure}
+    lengths = figures.over_length(cells.bench())
+    made = {figure.name: figure for figure in (*chain(*drawn), lengths)}
     for file in (folder / "figures").glob("table2-*.*"):
         if file.suffix in (".png", ".svg") and file.stem not in made:  # of a table that is no longer there
             file.unlink()

@@ -229,9 +229,11 @@ def test_figures_follow_the_numbers(results: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_models_of_ones_own_have_colours_of_their_own() -> None:
-    marks = figures._marks(["mine", "rfa", "another"])
-    assert len({look["color"] for look in marks.values()}) == len({look["marker"] for look in marks.values()}) == 3
-    assert figures._marks(["another", "mine"]) == {name: marks[name] for name in ("another", "mine")}
+    rows = {"mine": "mine", "rfa": "rfa", "another": "another", "another (x=1)": "another"}
+    looks = figures._looks(rows)
+    assert [len({look[part] for look in looks.values()}) for part in ("color", "marker", "ls")] == [3, 4, 2]
+    assert looks["another"]["color"] == looks["another (x=1)"]["color"]
+    assert figures._looks({name: name for name in ("another", "mine")}) == {n: looks[n] for n in ("another", "mine")}
 
 
 def test_the_same_records_give_the_same_bytes(results: Path) -> None:

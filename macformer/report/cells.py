@@ -9,6 +9,7 @@ import json
 import math
 import shlex
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAPER = json.loads((ROOT / "results" / "paper.json").read_text())
 MODELS = tuple(PAPER["accuracy"]["text"])  # in the paper's order
 TASKS = tuple(PAPER["accuracy"])
+WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text())  # of tables and figures
 BASELINE = "transformer"
 MACHINE = ("device_name", "threads", "precision", "torch")
 SEEDS = (0, 1, 2)  # of configs/experiment/table2.yaml
@@ -38,7 +40,6 @@ AS_TIMED = {"accumulate": 1, "compile": False, "tf32": False}  # of the trainer:
 Floors = dict[str, Any]  # an entry of results/floors.json: what trivial baselines reach on some data
 NO_FLOORS: Floors = {"test_accuracy": {}, "test_examples": 0, "dev_accuracy": {}}
 Bench = dict[str, Any]  # results/bench/models.json: models timed in turn on the same batches
-NO_BENCH: Bench = {"results": [], "left_out": [], "environment": dict.fromkeys(MACHINE)}
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ class Cell:
     def costs(self) -> dict[str, list[float]]:
         """Training seconds and peak bytes of each run."""
         seconds = [run.time.train_seconds for run in self.runs if run.time]
-        peaks = [float(run.memory.peak_bytes) for run in self.runs if run.memory]
-        return dict(zip(COSTS, (seconds, peaks), strict=True))
+        return {"time": seconds, "memory": [float(run.memory.peak_bytes) for run in self.runs if run.memory]}
 
 
 @dataclass
@@ -105,8 +105,16 @@ class Column:
     race_notes: list[str] = field(default_factory=list)  # what the interleaved benchmark left out or scaled
 
     @property
+    def ran(self) -> list[Cell]:
+        return [cell for cell in self.cells.values() if cell.runs]
+
+    @property
     def runs(self) -> list[Record]:
-        return [run for cell in self.cells.values() for run in cell.runs]
+        return [run for cell in self.ran for run in cell.runs]
+
+    def pairs(self, cell: Cell) -> int:
+        """Seeds of the Transformer and of this cell that its comparison rests on."""
+        return min(len(cell.runs), len(self.cells[BASELINE].runs))
 
     @property
     def best_floor(self) -> str | None:
@@ -140,6 +148,10 @@ class Table:
     def cells(self) -> list[tuple[Column, Cell]]:
         return [(column, cell) for column in self.columns for cell in column.cells.values()]
 
+    @property
+    def compared(self) -> list[tuple[Column, Cell, Comparison]]:
+        return [(column, cell, cell.versus) for column, cell in self.cells if cell.versus]
+
 
 def load(results: Path) -> tuple[list[Record], list[str]]:
     """All records of LRA below results/runs, and one sentence for each file that is none."""
@@ -158,9 +170,8 @@ def floors() -> list[Floors]:
     return json.loads((ROOT / "results" / "floors.json").read_text())["floors"]
 
 
-def bench() -> Bench | None:
-    file = ROOT / "results" / "bench" / "models.json"
-    return json.loads(file.read_text()) if file.exists() else None
+def bench() -> Bench:
+    return json.loads((ROOT / "results" / "bench" / "models.json").read_text())
 
 
 def read(folder: Path) -> tuple[list[Table], list[Record], list[str]]:
@@ -178,7 +189,6 @@ def tables(found: Iterable[Record], floors: list[Floors], bench: Bench | None, p
     ones if the same words made them, as trainer=cpu does of all tasks. Failed runs have no cell.
     `floors` as in results/floors.json, `bench` as in results/bench/models.json.
     """
-    bench = bench or NO_BENCH
     settings: dict[Any, list[Record]] = defaultdict(list)
     for run in sorted(found, key=lambda record: record.run_id):
         if run.status == "ok":
@@ -216,25 +226,24 @@ def machine(record: Record) -> str:
     return f"{' and '.join(names)} ({threads}, {environment.precision}, torch {environment.torch})"
 
 
-def _table(by_task: dict[str, list[Record]], floors: list[Floors], bench: Bench) -> Table:
+def _table(by_task: dict[str, list[Record]], floors: list[Floors], bench: Bench | None) -> Table:
     """The runs of each task have the same conditions; the paper's tasks are there even without runs of them."""
     runs = [run for each in by_task.values() for run in each]
     changed = any(run.differences.shared or own(run) for run in runs)
     tasks = [task for task in TASKS if task in by_task or not changed] + sorted(by_task.keys() - set(TASKS))
     columns = [_column(task, by_task.get(task, []), floors, bench) for task in tasks]
     conditions = list(dict.fromkeys(condition for column in columns for condition in column.conditions))
-    table = Table(conditions, machine(runs[0]) if runs else None, bench["environment"]["device_name"], columns)
-    compared = [(column, cell, cell.versus) for column, cell in table.cells if cell.versus]
-    corrected = statistics.holm([versus.p for _, _, versus in compared])
-    for (column, cell, versus), p in zip(compared, corrected, strict=True):
-        seeds = min(len(cell.runs), len(column.cells[BASELINE].runs))
+    race_machine = bench["environment"]["device_name"] if bench else None
+    table = Table(conditions, machine(runs[0]) if runs else None, race_machine, columns)
+    corrected = statistics.holm([versus.p for _, _, versus in table.compared])
+    for (column, cell, versus), p in zip(table.compared, corrected, strict=True):
         beyond_noise = column.noise is not None and abs(versus.difference) > column.noise.floor
-        cell.p_holm, cell.supported = p, seeds >= 2 and p < LEVEL and beyond_noise
+        cell.p_holm, cell.supported = p, column.pairs(cell) >= 2 and p < LEVEL and beyond_noise
     return table
 
 
-def _column(task: str, runs: list[Record], floors: list[Floors], bench: Bench) -> Column:
-    raced, race_notes = _race(task, runs, bench)
+def _column(task: str, runs: list[Record], floors: list[Floors], bench: Bench | None) -> Column:
+    raced, race_notes = _race(task, runs, bench) if bench else ({}, [])
     of_paper, of_runs = _floors(task, runs, floors)
     models = {name: name for name in (*MODELS, *raced)} | {row(run): run.model for run in runs}
     order = [*MODELS, *sorted(set(models.values()) - set(MODELS))]  # a model before its changed rows
@@ -244,28 +253,28 @@ def _column(task: str, runs: list[Record], floors: list[Floors], bench: Bench) -
     for name, model in sorted(models.items(), key=lambda each: (order.index(each[1]), each[0] != each[1], each[0])):
         of_row = [by_seed[key] for key in sorted(by_seed) if key[0] == name]
         cells[name] = Cell(name, model, of_row, raced=raced.get(name, {}), paper=_paper(task, name, of_paper))
-    baseline, ran = cells[BASELINE], [cell for cell in cells.values() if cell.runs]
-    noise = statistics.noise({cell.row: cell.accuracies for cell in ran})
-    for cell in ran:
+    conditions = [*runs[0].differences.shared, *own(runs[0])] if runs else []
+    column, baseline = Column(task, cells, conditions, of_runs, race_notes=race_notes), cells[BASELINE]
+    column.noise = statistics.noise({cell.row: cell.accuracies for cell in column.ran})
+    for cell in column.ran:
         cell.ours = _ours(cell, baseline, of_runs)
         cell.gap = {} if any(map(own, runs)) else _gap(cell)
         if baseline.runs and cell is not baseline:
             digest = hashlib.sha256(cell.outcomes.tobytes() + baseline.outcomes.tobytes()).digest()
-            cell.versus = statistics.compare(cell.outcomes, baseline.outcomes, noise, int.from_bytes(digest[:8]))
-    return Column(task, cells, [*runs[0].differences.shared, *own(runs[0])] if runs else [], of_runs, noise, race_notes)
+            cell.versus = statistics.compare(cell.outcomes, baseline.outcomes, column.noise, int.from_bytes(digest[:8]))
+    return column
 
 
 def _floors(task: str, runs: list[Record], floors: list[Floors]) -> tuple[Floors, Floors]:
     """Those under the paper's protocol, and those of the runs' data, where at least the majority class is known."""
-    known = [each for each in floors if each["task"] == task and "test_accuracy" in each]  # older ones are of dev alone
-    known.sort(key=lambda each: -each["train_examples"])
-    whole = [each for each in known if each["protocol"] == "paper" and each.get("whole")]
-    of_paper = of_runs = [each for each in whole if each["source"] != "stand-in"]
+    known = sorted((each for each in floors if each["task"] == task), key=lambda each: -each["train_examples"])
+    real = {"protocol": "paper", "whole": True}.items()
+    of_paper = of_runs = [each for each in known if real <= each.items() and each["source"] != "stand-in"]
     if runs:
         data = runs[0].data
-        majority = {"test_accuracy": {"majority": data.majority}, "test_examples": data.examples["test"]}
+        majority = NO_FLOORS | {"test_accuracy": {"majority": data.majority}, "test_examples": data.examples["test"]}
         of_runs = [*(each for each in known if each["fingerprint"] == data.fingerprint), majority]
-    return NO_FLOORS | next(iter(of_paper), {}), NO_FLOORS | next(iter(of_runs), {})
+    return next(iter(of_paper), NO_FLOORS), next(iter(of_runs), NO_FLOORS)
 
 
 def _paper(task: str, row: str, floors: Floors) -> Measures:
@@ -309,14 +318,13 @@ def _gap(cell: Cell) -> Measures:
 def _race(task: str, runs: list[Record], bench: Bench) -> tuple[dict[str, Measures], list[str]]:
     """By model, at the batches of these runs on their machine, without runs at the paper's; and what was left out."""
     wanted = {"task": task, "padding": "full", "bucket": False, "batch_size": PAPER["batch_size"].get(task)}
-    alike = True
     for run in runs[:1]:
         wanted |= {"padding": run.padding, "bucket": run.bucketing, "batch_size": run.batch_size}
         here = all(bench["environment"][key] == getattr(run.environment, key) for key in MACHINE)
         as_long = PAPER["lengths"].get(task, {}).items() <= run.config["task"]["data"].items()
-        alike = here and as_long and AS_TIMED.items() <= (AS_TIMED | run.config["trainer"]).items()
-    result = next((each for each in bench["results"] if alike and wanted.items() <= each.items()), None)
-    if not result:
+        if not (here and as_long and AS_TIMED.items() <= run.config["trainer"].items()):
+            return {}, []
+    if not (result := next((each for each in bench["results"] if wanted.items() <= each.items()), None)):
         return {}, []
     arms, raced = result["arms"], {}
     for model in arms.keys() - set(TRUNKS) if BASELINE in arms else ():  # without the Transformer there are no ratios

@@ -4,10 +4,9 @@ Needs matplotlib (the extra `figures`). The same records give the same bytes, on
 """
 
 import io
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
 from dataclasses import dataclass
-from itertools import count, cycle, product
+from itertools import cycle, product
 from statistics import mean
 from typing import Any
 
@@ -18,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
-from macformer.report.cells import COSTS, MODELS, Column, Measure, Table
+from macformer.report.cells import COSTS, MODELS, WORDS, Column, Measure, Table
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker besides: the same on every figure.
 COLOURS = ["#000000", "#E69F00", "#0072B2", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#555555", "#999999"]
@@ -32,17 +31,11 @@ STYLE |= {"axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "
 STYLE |= {"grid.color": "#dddddd", "grid.linewidth": 0.6, "legend.frameon": False}
 STYLE |= {"svg.fonttype": "path"}  # glyphs are in the file
 THIN: dict[str, Any] = {"elinewidth": 1.1, "capsize": 2.5}
-# Kind of bar -> how the legend shows it, and what the caption says of it.
-GREY = "#555555"
-BARS = {
+GREY, CAPTIONS = "#555555", WORDS["captions"]
+BARS = {  # kind of bar -> how the legend shows it
     "ours": Patch(fc=GREY, label="ours (± standard deviation over the seeds)"),
     "raced": Patch(fc=f"{GREY}55", ec=GREY, label="raced (median and range of the rounds)"),
     "paper": Patch(fc="white", ec=GREY, hatch="////", label="the paper's"),
-}
-SAID_OF_BARS = {
-    "ours": "Ours: ratio of the means over the seeds.",
-    "raced": "Raced: training steps in turn on the same batches, in one process; peak memory has no range.",
-    "paper": "The paper gives no spread.",
 }
 Look = dict[str, Any]  # colour, marker and kind of line
 
@@ -59,13 +52,12 @@ class Drawn:
 @mpl.rc_context(STYLE)
 def draw(number: int, table: Table) -> list[Drawn]:
     """All figures of one table; curves only where there are runs."""
-    marks, name, made = _marks(cell.model for _, cell in table.cells), f"table2-{number}", []
-    looks = [_looks(column, marks) for column in table.columns]
-    for column, rows in zip(table.columns, looks, strict=True):
+    looks, name, made = _looks({cell.row: cell.model for _, cell in table.cells}), f"table2-{number}", []
+    for column in table.columns:
         if column.runs:
-            made.append(_curves(f"{name}-curves-{column.task}", column, rows, _warning(table, [column])))
+            made.append(_curves(f"{name}-curves-{column.task}", column, looks, _warning(table, [column])))
         if any(cell.paper or cell.raced or "time" in cell.ours for cell in column.cells.values()):
-            made.append(_bars(f"{name}-bars-{column.task}", column, rows, _warning(table, [column])))
+            made.append(_bars(f"{name}-bars-{column.task}", column, looks, _warning(table, [column])))
     return [*made, _accuracy_over_time(f"{name}-accuracy-time", table, looks)]
 
 
@@ -77,16 +69,15 @@ def over_length(bench: dict[str, Any]) -> Drawn:
     figure = Figure((10, 4.8), layout="constrained")
     panel = figure.subplots()
     handles: list[Any] = []
-    models = dict.fromkeys(model for result in results for model in result["arms"])
-    marks = _marks(models)
-    for model in models:
+    looks = _looks({model: model for result in results for model in result["arms"]})
+    for model, look in looks.items():
         arms = {result["n"]: result["arms"][model] for result in results if model in result["arms"]}
-        steps, look = [Measure.over(arm["seconds"]) for arm in arms.values()], {"markersize": 5, "label": model}
+        steps = [Measure.over(arm["seconds"]) for arm in arms.values()]
         middle, error = [step.value for step in steps], np.hstack([_error(step) for step in steps])
-        handles.append(panel.errorbar(list(arms), middle, error, **THIN | marks[model] | look))
+        handles.append(panel.errorbar(list(arms), middle, error, **THIN | look, markersize=5, label=model))
     for crossing, dash in zip(crossings, cycle(DASHES), strict=False):
         if crossing["n"] is not None:
-            colour = marks[crossing["model"]]["color"]
+            colour = looks[crossing["model"]]["color"]
             ends = crossing["low"] or lengths[0], crossing["high"] or lengths[-1]  # none: no crossing in some round
             panel.axvspan(*ends, color=colour, alpha=0.12, lw=0)
             label = f"break-even: {crossing['model']} and {crossing['baseline']}, n = {crossing['n']:,.0f}"
@@ -98,8 +89,8 @@ def over_length(bench: dict[str, Any]) -> Drawn:
     panel.yaxis.set_major_formatter("{x:g}")
     panel.set_title(f"{title}, {bench['lengths']['tokens']:,} tokens a batch")
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    says = ["Whole models in turn on the same batches; median and range of the rounds."]
-    return saved("table2-lengths", figure, title, " ".join(says + [crossing["says"] for crossing in crossings]))
+    caption = " ".join([CAPTIONS["lengths"], *(crossing["says"] for crossing in crossings)])
+    return saved("table2-lengths", figure, title, caption)
 
 
 def saved(name: str, figure: Figure, title: str, caption: str) -> Drawn:
@@ -127,19 +118,15 @@ def _warning(table: Table, columns: list[Column]) -> str:
     return f" ({f'STAND-IN data{which}, ' if stand_in else ''}NOT the paper's protocol)"
 
 
-def _marks(models: Iterable[str]) -> dict[str, Look]:
-    """Of each model."""
-    others = cycle(OTHERS)
-    chosen = {model: MARKS.get(model) or next(others) for model in sorted(set(models))}
-    return {model: {"color": colour, "marker": marker} for model, (colour, marker) in chosen.items()}
-
-
-def _looks(column: Column, marks: dict[str, Look]) -> dict[str, Look]:
-    """Of each row: those of one model differ in marker and kind of line."""
-    looks, variants = {}, defaultdict[str, Iterator[int]](count)
-    for row, cell in column.cells.items():
-        variant = next(variants[cell.model]) % 4
-        looks[row] = marks[cell.model] | {"ls": VARIANTS[variant]} | ({"marker": "PX*d"[variant]} if variant else {})
+def _looks(models: dict[str, str]) -> dict[str, Look]:
+    """By row, from the model of each row: rows of one model have its colour, but differ in marker and kind of line."""
+    others, rows, looks = cycle(OTHERS), Counter[str](), {}
+    marks = {model: MARKS.get(model) or next(others) for model in sorted(set(models.values()))}
+    for row, model in models.items():
+        colour, marker = marks[model]
+        variant = rows[model] % len(VARIANTS)
+        looks[row] = {"color": colour, "marker": [marker, *"X*d"][variant], "ls": VARIANTS[variant]}
+        rows[model] += 1
     return looks
 
 
@@ -147,26 +134,21 @@ def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> 
     """Means over the seeds, in a band from the lowest to the highest."""
     figure = Figure((10, 4.8), layout="constrained")
     panels = accuracies, losses = figure.subplots(1, 2)
-    for row, cell in column.cells.items():
-        for panel, label in ((accuracies, f"{row} (n={len(cell.runs)})"), (losses, None)) if cell.runs else ():
+    for cell in column.ran:
+        for panel, label in (accuracies, f"{cell.row} (n={len(cell.runs)})"), (losses, None):
             at = defaultdict(list)
             for point in (point for run in cell.runs for point in run.history):
                 at[point.step].append(100 * point.dev_accuracy if panel is accuracies else point.train_loss)
             low, middle, high = ([summary(values) for values in at.values()] for summary in (min, mean, max))
-            panel.plot(list(at), middle, **looks[row] | {"marker": None, "lw": 1.6, "label": label})
-            panel.fill_between(list(at), low, high, color=looks[row]["color"], alpha=0.15, lw=0)
+            panel.plot(list(at), middle, **looks[cell.row] | {"marker": None, "lw": 1.6, "label": label})
+            panel.fill_between(list(at), low, high, color=looks[cell.row]["color"], alpha=0.15, lw=0)
     for (floor, accuracy), dash in zip(column.floors["dev_accuracy"].items(), cycle(DASHES), strict=False):
         accuracies.axhline(100 * accuracy, color=FLOOR_COLOUR, ls=dash, lw=1.2, label=f"floor: {floor}")
     accuracies.set(title="dev accuracy, %", xlabel="step")
     losses.set(title="training loss", xlabel="step")
     for panel in panels:
         panel.xaxis.set_major_formatter("{x:,.0f}")
-    caption = (
-        "Lines are means over the seeds (n of them), bands go from the lowest to the highest seed. The training "
-        "loss is the mean since the evaluation before."
-    )
-    if column.floors["dev_accuracy"]:
-        caption += " Floors: what cheap predictors reach on the whole dev split, of which the curves may take a part."
+    caption = CAPTIONS["curves"] + CAPTIONS["floors"] * bool(column.floors["dev_accuracy"])
     return _titled(name, figure, f"Learning curves on {column.task}{warning}", caption)
 
 
@@ -194,20 +176,18 @@ def _bars(name: str, column: Column, looks: dict[str, Look], warning: str) -> Dr
         panel.grid(visible=False, axis="y")
     panels[0].set_yticks(range(len(cells)), list(column.cells))
     panels[0].invert_yaxis()
-    caption = "Training time and peak memory as multiples of the Transformer's; less is better."
-    caption = " ".join([caption, *(SAID_OF_BARS[kind] for kind in kinds)])
-    handles = [BARS[kind] for kind in kinds]
+    caption, handles = " ".join(CAPTIONS[part] for part in ("bars", *kinds)), [BARS[kind] for kind in kinds]
     return _titled(name, figure, f"Time and memory on {column.task}{warning}", caption, ncols=3, handles=handles)
 
 
-def _accuracy_over_time(name: str, table: Table, looks: list[dict[str, Look]]) -> Drawn:
+def _accuracy_over_time(name: str, table: Table, looks: dict[str, Look]) -> Drawn:
     """A panel a task: ours filled, the paper's hollow."""
     figure = Figure((max(10, 1 + 3.4 * len(table.columns)), 5), layout="constrained")
     panels = figure.subplots(1, len(table.columns), squeeze=False)[0]
     handles = {}
-    for panel, column, rows in zip(panels, table.columns, looks, strict=True):
+    for panel, column in zip(panels, table.columns, strict=True):
         for row, cell in column.cells.items():
-            look = rows[row] | {"ls": ""}
+            look = looks[row] | {"ls": ""}
             ours = {**cell.raced, **cell.ours}  # without the Transformer there is no time of ours
             for measures, hollow in ((cell.paper, {"mfc": "white", "elinewidth": 0.6}), (ours, {})):
                 if measures.keys() >= {"time", "accuracy"}:
@@ -223,14 +203,8 @@ def _accuracy_over_time(name: str, table: Table, looks: list[dict[str, Look]]) -
     panels[0].set_ylabel("test accuracy, %")
     handles["paper"] = Line2D([], [], color=GREY, marker="o", mfc="white", ls="", label="hollow: the paper's")
     handles["floor"] = Line2D([], [], color=FLOOR_COLOUR, ls="--", lw=1.2, label="the best floor")
-    caption = (
-        "Left and up is better. Ours are filled, with the 95% interval of the accuracy over seeds and test examples "
-        "and the standard deviation of the time over seeds; where the Transformer did not run, their time is the raced "
-        "one. The paper's are hollow, with the 95% interval that the size of its test set gives. The dashed line is "
-        "what the best cheap predictor reaches on test."
-    )
     title = f"Accuracy versus time{_warning(table, table.columns)}"
-    return _titled(name, figure, title, caption, handles=list(handles.values()))
+    return _titled(name, figure, title, CAPTIONS["accuracy_over_time"], handles=list(handles.values()))
 
 
 def _error(measure: Measure, scale: int = 1) -> list[list[float]]:

@@ -18,7 +18,7 @@ HTML = (r"<code>\1</code>", r"<strong>\2</strong>", r"<em>\3</em>")
 
 
 def render(
-    tables: list[Table], figures: list[list[Drawn]], lengths: Drawn | None, found: list[Record], problems: list[str]
+    tables: list[Table], figures: list[list[Drawn]], lengths: Drawn, found: list[Record], problems: list[str]
 ) -> str:
     """`figures`: those of each table. The page stands beside runs/ and figures/. Texts from records are escaped."""
     page = Environment(loader=PackageLoader("macformer.report", ""), autoescape=True, undefined=StrictUndefined)

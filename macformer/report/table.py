@@ -11,24 +11,10 @@ from typing import Any
 
 from macformer.harness.progress import duration, mebibytes
 from macformer.harness.record import Record
-from macformer.report.cells import BASELINE, COSTS, SEEDS, TASKS, Cell, Column, Measure, Table
-from macformer.report.statistics import TWINS, Comparison
+from macformer.report.cells import BASELINE, COSTS, SEEDS, TASKS, WORDS, Cell, Column, Measure, Table
+from macformer.report.statistics import TWINS, Comparison, Noise
 
-DAGGER = "†"
-LEGEND = (
-    "Time (of all training steps, without evaluation, in separate runs: no race) and peak memory of training are means "
-    "over the seeds, relative to the Transformer's; accuracy is in percent, ± its standard deviation over n seeds. "
-    "Beside each stands the paper's value and, if the task is the paper's, the gap, ours minus the paper's. **Bold** "
-    "(*italic*) is better (worse) than the Transformer: Holm-corrected p below 0.05 by a bootstrap over test examples "
-    f"and the seeds' spread, by more than the noise floor, with two seeds or more. {DAGGER}: not above the best "
-    "floor, the interval considered. Floors are what cheap predictors reach on test, for the paper's values under its "
-    "protocol."
-)
-LEGEND_OF_SETTINGS = (
-    "Accuracies in percent, ± and bold as in Table 2. With one seed the interval covers the test set, not the noise of "
-    f"training. {DAGGER}: not above the best floor (what the best cheap predictor reaches on the same test split), the "
-    "interval considered. Time is that of all training steps, in separate runs: no race."
-)
+DAGGER, NOTES = "†", WORDS["notes"]
 SETTINGS = ["model", "besides", "data", "test accuracy", "95% interval", "best floor", "best dev accuracy", "time"]
 Lines = list[list[str]]  # the rows of a table, the first with its headers
 
@@ -39,7 +25,7 @@ def markdown(tables: list[Table], found: list[Record], problems: list[str]) -> s
     for table in tables:
         parts.append(textwrap.fill(f"**{title(table)}**", 110, break_long_words=False, break_on_hyphens=False))
         parts += [*(_grid(lines(column)) for column in table.columns), "\n".join(verdict(table)), notes(table)]
-    return _document(parts, found, problems, LEGEND)
+    return _document(parts, found, problems, "table")
 
 
 def settings(tables: list[Table], found: list[Record], problems: list[str]) -> str:
@@ -54,7 +40,7 @@ def settings(tables: list[Table], found: list[Record], problems: list[str]) -> s
         for column, changes in columns:
             own = "; ".join(change.partition(" (paper: ")[0] for change in changes if change not in common) or "-"
             best = f"{100 * column.floors['test_accuracy'][column.best_floor]:.2f} ({column.best_floor})"
-            for cell in (cell for cell in column.cells.values() if cell.runs):
+            for cell in column.ran:
                 accuracy, interval = (_texts(cell)[header] for header in ("accuracy", "95% interval"))
                 dev = f"{mean(100 * run.quality.dev_accuracy for run in cell.runs if run.quality):.2f}"
                 took = duration(mean(cell.costs["time"]))
@@ -63,7 +49,7 @@ def settings(tables: list[Table], found: list[Record], problems: list[str]) -> s
         head = f"{task}: settings side by side, {which} of them the paper's protocol. In all: "
         about = [f"{task}: {fact}" for fact in _about_runs([run for column, _ in columns for run in column.runs])]
         parts += [f"**{head}{'; '.join(common) or '-'}**", _grid(rows, left=3), about]
-    return _document(parts or ["**Settings side by side: no runs yet**"], found, problems, LEGEND_OF_SETTINGS)
+    return _document(parts or ["**Settings side by side: no runs yet**"], found, problems, "settings")
 
 
 def _document(parts: list[str | list[str]], found: list[Record], problems: list[str], legend: str) -> str:
@@ -71,19 +57,20 @@ def _document(parts: list[str | list[str]], found: list[Record], problems: list[
     failed = sorted(f"{run.run_id} ended as {run.status}: {run.message}" for run in found if run.status != "ok")
     for heading, sentences in (("Failed runs", failed), ("Files left out", problems)):
         parts += [f"**{heading}**", sentences] * bool(sentences)
-    texts = [part if isinstance(part, str) else "\n".join(f"- {each}" for each in part) for part in [*parts, legend]]
+    parts.append(WORDS["legend"][legend])
+    texts = [part if isinstance(part, str) else "\n".join(f"- {each}" for each in part) for part in parts]
     return "\n\n".join(filter(None, texts)) + "\n"
 
 
 def _grid(rows: Lines, left: int = 1) -> str:
     """A Markdown table with `left` columns of words, its source padded for the screen."""
     columns = []
-    for place, texts in enumerate(zip(*rows, strict=True)):
-        header, *others = (text.replace("|", "\\|") for text in texts)
-        width, align = max(len(header) + 2, *map(len, others)), "<" if place < left else ">"
+    for place, column in enumerate(zip(*rows, strict=True)):
+        texts = [text.replace("|", "\\|") for text in column]
+        width, align = max(len(texts[0]) + 2, *map(len, texts)), "<" if place < left else ">"
         rule = "-" * (width + 1)
-        padded = (f" {text:{align}{width}} " for text in (header, *others))
-        columns.append([next(padded), f":{rule}" if place < left else f"{rule}:", *padded])
+        header, *others = (f" {text:{align}{width}} " for text in texts)
+        columns.append([header, f":{rule}" if place < left else f"{rule}:", *others])
     return "\n".join(f"|{'|'.join(row)}|" for row in zip(*columns, strict=True))
 
 
@@ -104,35 +91,29 @@ def _data(column: Column) -> str:
 
 def verdict(table: Table) -> list[str]:
     """What the table supports, and what it does not: a sentence each."""
-    differences, single, open_questions = [], [], []
-    for column, cell in table.cells:
-        if cell.versus and cell.supported:
-            better = "better" if cell.versus.difference > 0 else "worse"
-            by = f"{abs(100 * cell.versus.difference):.2f} points"
-            interval = _show("({low:+.2f} to {high:+.2f})", cell.versus, 100)
-            differences.append(f"on {column.task} {cell.row} is {better} than the Transformer by {by} {interval}")
-        elif cell.versus:
-            single.append(min(len(cell.runs), len(column.cells[BASELINE].runs)) < 2)
-    if single:
-        which = f"{len(single)}{' other' * bool(differences)} cell{'s' * (len(single) > 1)}"
-        why = f" ({sum(single)} of them with one seed, which supports none)" if any(single) else ""
-        open_questions = [f"the difference from the Transformer in {which}{why}"]
-    elif not differences:
-        open_questions = [
-            "any difference of ours, as there are no runs of the Transformer and another model to compare"
-        ]
+    words, supported, open_questions = WORDS["verdict"], [], []
+    for column, cell, versus in table.compared:
+        if cell.supported:
+            better = "better" if versus.difference > 0 else "worse"
+            which = {"task": column.task, "row": cell.row, "better": better, "by": 100 * abs(versus.difference)}
+            supported.append(_show(words["difference"], versus, 100, **which))
+    if rest := [column.pairs(cell) for column, cell, _ in table.compared if not cell.supported]:
+        cells = f"{len(rest)}{' other' * bool(supported)} cell{'s' * (len(rest) > 1)}"
+        single = f" ({rest.count(1)} of them with one seed, which supports none)" if 1 in rest else ""
+        open_questions = [words["rest"].format(cells=cells + single)]
+    elif not supported:
+        open_questions = [words["no_runs"]]
     for whose, kind in (("our", "ours"), ("the paper's", "paper")):
         marked = []
         for column in table.columns:
             accuracies = [getattr(cell, kind).get("accuracy") for cell in column.cells.values()]
             beats = [accuracy.beats_floor for accuracy in accuracies if accuracy]
-            if low := beats.count(False):
-                marked.append(f"{low} of {len(beats)} on {column.task}")
-        cheap = f"that {whose} accuracies marked {DAGGER} take more than a cheap predictor"
-        open_questions += [f"{cheap} ({', '.join(marked)})"] * bool(marked)
-    nothing = "nothing on accuracy, neither a difference from the Transformer nor that there is none"
+            if False in beats:
+                marked.append(f"{beats.count(False)} of {len(beats)} on {column.task}")
+        if marked:
+            open_questions.append(words["cheap"].format(whose=whose, marked=", ".join(marked)))
     return [
-        f"**Supported:** {'; '.join(differences) or nothing}.",
+        f"**Supported:** {'; '.join(supported) or words['no_difference']}.",
         f"**Not supported:** {'; '.join(open_questions) or 'nothing else was compared'}.",
     ]
 
@@ -167,10 +148,12 @@ def _texts(cell: Cell) -> dict[str, str]:
     }
 
 
-def _show(form: str, numbers: Measure | Comparison | None, scale: int = 1) -> str:
-    """Fill the form with the fields of `numbers`; without them it is empty."""
-    scaled = {name: scale * value for name, value in vars(numbers).items() if value is not None} if numbers else {}
-    return form.format(**scaled) if numbers else ""
+def _show(form: str, numbers: Measure | Comparison | Noise | None, scale: int = 1, **others: Any) -> str:
+    """Fill the form with the fields of `numbers`, floats scaled, and with `others`; without numbers it is empty."""
+    if not numbers:
+        return ""
+    scaled = {name: scale * value if isinstance(value, float) else value for name, value in vars(numbers).items()}
+    return form.format(**scaled, **others)
 
 
 def _mean(measure: Measure | None, scale: int = 1, digits: int = 3) -> str:
@@ -192,84 +175,61 @@ def notes(table: Table) -> list[str]:
     """What one must know to read the table, a line each."""
     told = [f"{column.task}: {fact}" for column in table.columns for fact in _about(column)]
     if rounds := [cell.raced["time"].n for _, cell in table.cells if cell.raced]:
-        told.append(
-            f"raced: training steps of all models in turn on the same batches in one process, on {table.race_machine}; "
-            f"median (range) of {max(rounds)} rounds (`make bench`, results/bench/models.md)."
-        )
+        told.append(NOTES["raced"].format(machine=table.race_machine, rounds=max(rounds)))
     told += [f"raced: {line}" for column in table.columns for line in column.race_notes]
     if table.conditions:
         models = ",".join(dict.fromkeys(run.model for column in table.columns for run in column.runs))
         tasks, seeds = ",".join(column.task for column in table.columns), ",".join(map(str, SEEDS))
-        told.append(
-            "**This is a shortened or changed protocol, not the paper's.** The full one (11,000 steps): "
-            f"`python train.py -m model={models} task={tasks} seed={seeds}`."
-        )
+        told.append(NOTES["changed"].format(models=models, tasks=tasks, seeds=seeds))
     return [*told, *(f"to fill the empty cells of {c.task}: `{command}`" for c in table.columns for command in c.fill)]
 
 
 def _about(column: Column) -> list[str]:
     """How a task was run, and how its accuracies compare with the noise, the paper's and the floors."""
-    told, cells, reached = [], column.cells, column.floors["test_accuracy"]
+    told, reached = [], column.floors["test_accuracy"]
     if runs := column.runs:
         sizes = " / ".join(f"{count:,}" for count in runs[0].data.examples.values())
         # Without the Transformer there are no ratios: then what each row took.
-        ran = {"the Transformer": cells[BASELINE]} if cells[BASELINE].runs else cells
+        ran = {"the Transformer": column.cells[BASELINE]} if column.cells[BASELINE].runs else column.cells
         means = {row: map(mean, cell.costs.values()) for row, cell in ran.items() if cell.runs}
         took = (f"{row} took {duration(time)} and {mebibytes(int(memory))}" for row, (time, memory) in means.items())
-        told = [f"{runs[0].data.source} data, {sizes} examples; {', '.join(took)}.", *_about_runs(runs)]
-        if any(len(cell.runs) == 1 for cell in cells.values()):
-            told.append("with one seed the interval covers the test set, not the noise of training.")
+        told = [NOTES["runs"].format(source=runs[0].data.source, sizes=sizes, took=", ".join(took))]
+        told += _about_runs(runs)
+        told += [NOTES["one_seed"]] * any(len(cell.runs) == 1 for cell in column.ran)
         told += _about_noise(column)
-    if gaps := {row: cell.gap["accuracy"] for row, cell in cells.items() if cell.gap}:
-        form = "{value:+.2f} ({low:+.2f} to {high:+.2f})"
-        listed = ", ".join(f"{row} {_show(form, gap, 100)}" for row, gap in gaps.items())
+    if gaps := {row: cell.gap["accuracy"] for row, cell in column.cells.items() if cell.gap}:
+        listed = ", ".join(_show(NOTES["gap"], gap, 100, row=row) for row, gap in gaps.items())
         beyond = ", ".join(row for row, gap in gaps.items() if not gap.low <= 0 <= gap.high) or "none"
-        told.append(
-            f"accuracy minus the paper's, with 95% by our interval and the size of its test set: {listed}; "
-            f"beyond that noise: {beyond}."
-        )
+        told.append(NOTES["gaps"].format(gaps=listed, beyond=beyond))
     if reached:
         best, examples = max(reached.values()), column.floors["test_examples"]
-        error = f"(standard error of the best: {100 * (best * (1 - best) / examples) ** 0.5:.1f})"
-        told.append(f"the floors were measured on test, {examples:,} examples {error}.")
+        error = 100 * (best * (1 - best) / examples) ** 0.5
+        told.append(NOTES["floors"].format(examples=examples, error=error))
     return told
 
 
 def _about_runs(runs: list[Record]) -> list[str]:
     """What their accuracies and times must be read with."""
-    on_test = any(run.config["task"]["data"].get("dev") == "test" for run in runs)
-    again, beside = sum(len(run.sessions) > 1 for run in runs), sum(bool(run.concurrent) for run in runs)
     commits = sorted({f"{str(run.code.commit)[:8]}{' with changes' if run.code.dirty else ''}" for run in runs})
-    told = {
-        "dev is the test split, as in the base code: the weights were chosen on test examples.": on_test,
-        f"{again} of {len(runs)} runs were stopped and taken up again.": again,
-        f"the runs are of several commits: {', '.join(commits)}.": len(commits) > 1,
-        f"{beside} of {len(runs)} runs had others beside them: their times are no race.": beside,
+    applies = {
+        "test_as_dev": any(run.config["task"]["data"].get("dev") == "test" for run in runs),
+        "resumed": sum(len(run.sessions) > 1 for run in runs),
+        "commits": len(commits) > 1,
+        "concurrent": sum(bool(run.concurrent) for run in runs),
     }
-    return [sentence for sentence, applies in told.items() if applies]
+    figures = applies | {"runs": len(runs), "commits": ", ".join(commits)}
+    return [NOTES[name].format(**figures) for name, how_many in applies.items() if how_many]
 
 
 def _about_noise(column: Column) -> list[str]:
     """The A/A pair, and what two runs of one model differ by."""
-    one, other = TWINS
-    told = ["no model has two seeds that differ: the noise of training is not known, and p is without it."]
+    told = [NOTES["no_noise"]]
     if noise := column.noise:
-        twins = f"no pair of {one} and {other} at different seeds"
-        if noise.twins is not None:
-            twins = (
-                f"{one} at one seed minus {other} at another, which is the same model: {100 * noise.twins:.2f}, at "
-                f"most {100 * (noise.largest or 0):.2f}, in {noise.pairs} pairs"
-            )
-        told = [
-            f"the noise floor is {100 * noise.floor:.2f} points, the root mean square difference of two runs of one "
-            f"model (all models pooled: {100 * noise.pooled:.2f}, {noise.degrees} degrees of freedom; {twins})."
-        ]
+        twins = _show(NOTES["no_twins" if noise.twins is None else "twins"], noise, 100)
+        told = [_show(NOTES["noise"], noise, 100, of_twins=twins)]
     first, second = ({run.seed: run.quality and run.quality.correct for run in column.cells[t].runs} for t in TWINS)
     if differ := [str(seed) for seed, correct in first.items() if correct != second.get(seed, correct)]:
-        told.append(
-            f"WARNING: {one} and {other} are the same model, but have other outcomes at seed {', '.join(differ)}: "
-            "another commit, or arithmetic that is not deterministic."
-        )
+        told.append(NOTES["twins_differ"].format(seeds=", ".join(differ)))
     return told
 
 
