@@ -229,8 +229,7 @@ def test_figures_follow_the_numbers(results: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_models_of_ones_own_have_colours_of_their_own() -> None:
-    rows = {"mine": "mine", "rfa": "rfa", "another": "another", "another (x=1)": "another"}
-    looks = figures._looks(rows)
+    looks = figures._looks({"mine": "mine", "rfa": "rfa", "another": "another", "another (x=1)": "another"})
     assert [len({look[part] for look in looks.values()}) for part in ("color", "marker", "ls")] == [3, 4, 2]
     assert looks["another"]["color"] == looks["another (x=1)"]["color"]
     assert figures._looks({name: name for name in ("another", "mine")}) == {n: looks[n] for n in ("another", "mine")}

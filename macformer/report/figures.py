@@ -56,8 +56,8 @@ def draw(number: int, table: Table) -> list[Drawn]:
     for column in table.columns:
         if column.runs:
             made.append(_curves(f"{name}-curves-{column.task}", column, looks, _warning(table, [column])))
-        if any(cell.paper or cell.raced or "time" in cell.ours for cell in column.cells.values()):
-            made.append(_bars(f"{name}-bars-{column.task}", column, looks, _warning(table, [column])))
+        if kinds := [kind for kind in BARS if any("time" in getattr(cell, kind) for cell in column.cells.values())]:
+            made.append(_bars(f"{name}-bars-{column.task}", column, kinds, looks, _warning(table, [column])))
     return [*made, _accuracy_over_time(f"{name}-accuracy-time", table, looks)]
 
 
@@ -71,10 +71,9 @@ def over_length(bench: dict[str, Any]) -> Drawn:
     handles: list[Any] = []
     looks = _looks({model: model for result in results for model in result["arms"]})
     for model, look in looks.items():
-        arms = {result["n"]: result["arms"][model] for result in results if model in result["arms"]}
-        steps = [Measure.over(arm["seconds"]) for arm in arms.values()]
-        middle, error = [step.value for step in steps], np.hstack([_error(step) for step in steps])
-        handles.append(panel.errorbar(list(arms), middle, error, **THIN | look, markersize=5, label=model))
+        steps = {each["n"]: Measure.over(each["arms"][model]["seconds"]) for each in results if model in each["arms"]}
+        middle, error = [step.value for step in steps.values()], np.hstack([*map(_error, steps.values())])
+        handles.append(panel.errorbar(list(steps), middle, error, **THIN | look, markersize=5, label=model))
     for crossing, dash in zip(crossings, cycle(DASHES), strict=False):
         if crossing["n"] is not None:
             colour = looks[crossing["model"]]["color"]
@@ -124,8 +123,8 @@ def _looks(models: dict[str, str]) -> dict[str, Look]:
     marks = {model: MARKS.get(model) or next(others) for model in sorted(set(models.values()))}
     for row, model in models.items():
         colour, marker = marks[model]
-        variant = rows[model] % len(VARIANTS)
-        looks[row] = {"color": colour, "marker": [marker, *"X*d"][variant], "ls": VARIANTS[variant]}
+        variant, markers = rows[model] % len(VARIANTS), [marker, *(other for other in "X*dP" if other != marker)]
+        looks[row] = {"color": colour, "marker": markers[variant], "ls": VARIANTS[variant]}
         rows[model] += 1
     return looks
 
@@ -133,7 +132,7 @@ def _looks(models: dict[str, str]) -> dict[str, Look]:
 def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> Drawn:
     """Means over the seeds, in a band from the lowest to the highest."""
     figure = Figure((10, 4.8), layout="constrained")
-    panels = accuracies, losses = figure.subplots(1, 2)
+    accuracies, losses = figure.subplots(1, 2)
     for cell in column.ran:
         for panel, label in (accuracies, f"{cell.row} (n={len(cell.runs)})"), (losses, None):
             at = defaultdict(list)
@@ -144,21 +143,18 @@ def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> 
             panel.fill_between(list(at), low, high, color=looks[cell.row]["color"], alpha=0.15, lw=0)
     for (floor, accuracy), dash in zip(column.floors["dev_accuracy"].items(), cycle(DASHES), strict=False):
         accuracies.axhline(100 * accuracy, color=FLOOR_COLOUR, ls=dash, lw=1.2, label=f"floor: {floor}")
-    accuracies.set(title="dev accuracy, %", xlabel="step")
-    losses.set(title="training loss", xlabel="step")
-    for panel in panels:
+    for panel, title in (accuracies, "dev accuracy, %"), (losses, "training loss"):
+        panel.set(title=title, xlabel="step")
         panel.xaxis.set_major_formatter("{x:,.0f}")
     caption = CAPTIONS["curves"] + CAPTIONS["floors"] * bool(column.floors["dev_accuracy"])
     return _titled(name, figure, f"Learning curves on {column.task}{warning}", caption)
 
 
-def _bars(name: str, column: Column, looks: dict[str, Look], warning: str) -> Drawn:
+def _bars(name: str, column: Column, kinds: list[str], looks: dict[str, Look], warning: str) -> Drawn:
     """Ours, raced and the paper's, each only if any row has it."""
-    cells = column.cells.values()
-    kinds = [kind for kind in BARS if any("time" in getattr(cell, kind) for cell in cells)]
+    cells, height = column.cells.values(), 0.8 / len(kinds)
     figure = Figure((10, 1.6 + (0.14 + 0.2 * len(kinds)) * len(cells)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    height = 0.8 / len(kinds)
     for panel, cost in zip(panels, COSTS, strict=True):
         for (line, cell), (place, kind) in product(enumerate(cells), enumerate(kinds)):
             if not (measure := getattr(cell, kind).get(cost)):
@@ -171,8 +167,7 @@ def _bars(name: str, column: Column, looks: dict[str, Look], warning: str) -> Dr
             number = f"{measure.value:.2f}"
             panel.annotate(number, (measure.high, y), (4, 0), textcoords="offset points", va="center", fontsize=8)
         panel.axvline(1, color="black", lw=0.8, ls=":")
-        panel.set(title=f"{cost}, the Transformer's = 1")
-        panel.margins(x=0.12)
+        panel.set(title=f"{cost}, the Transformer's = 1", xmargin=0.12)
         panel.grid(visible=False, axis="y")
     panels[0].set_yticks(range(len(cells)), list(column.cells))
     panels[0].invert_yaxis()
@@ -198,8 +193,7 @@ def _accuracy_over_time(name: str, table: Table, looks: dict[str, Look]) -> Draw
         if best := column.best_floor:
             panel.axhline(100 * column.floors["test_accuracy"][best], color=FLOOR_COLOUR, ls="--", lw=1.2)
         heading = f"{column.task}\n{f'best floor: {best}' if best else 'no floor'}"
-        panel.set(title=heading, xlabel="time, the Transformer's = 1")
-        panel.margins(0.1)
+        panel.set(title=heading, xlabel="time, the Transformer's = 1", xmargin=0.1, ymargin=0.1)
     panels[0].set_ylabel("test accuracy, %")
     handles["paper"] = Line2D([], [], color=GREY, marker="o", mfc="white", ls="", label="hollow: the paper's")
     handles["floor"] = Line2D([], [], color=FLOOR_COLOUR, ls="--", lw=1.2, label="the best floor")

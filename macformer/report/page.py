@@ -25,11 +25,8 @@ def render(
     page.trim_blocks = page.lstrip_blocks = True
     page.filters |= {"marked": _marked, "uri": _uri, "duration": duration, "mebibytes": mebibytes}
     used = {run.run_id: number for number, table in enumerate(tables, 1) for c in table.columns for run in c.runs}
-    ordered = sorted(found, key=lambda run: (run.task, run.model, run.run_id))
-    rows = [(run, records.path("", run.config, run.run_id).as_posix(), used.get(run.run_id)) for run in ordered]
-    # The title without the conditions, which are a list of their own.
-    headings = [texts.title(table).removesuffix(f": {'; '.join(table.conditions)}") for table in tables]
-    shown = list(zip(headings, tables, figures, strict=True))
+    rows = [(run, records.path("", run.config, run.run_id).as_posix(), used.get(run.run_id)) for run in found]
+    shown = list(zip(tables, figures, strict=True))
     template = page.get_template("page.html")
     return template.render(texts=texts, tables=shown, lengths=lengths, records=rows, problems=problems) + "\n"
 

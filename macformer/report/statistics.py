@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from hashlib import sha256
+from itertools import accumulate, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +46,15 @@ class Comparison:
     p: float
 
 
-def compare(ours: Outcomes, theirs: Outcomes, noise: "Noise | None", entropy: int) -> Comparison:
+def compare(ours: Outcomes, theirs: Outcomes, noise: "Noise | None") -> Comparison:
     """Paired bootstrap over examples, with the seeds' part added to each replicate.
 
     A replicate draws N examples, the same for both models. Two or three seeds are too few to be drawn from: their part
     is Student's t times the error of the two means, with the degrees of freedom of the spread pooled over all models,
     or a model's own spread if that is larger. Without noise (no model has two seeds) training is left out.
     """
-    rng = np.random.default_rng(entropy)
+    digest = sha256(ours.tobytes() + theirs.tobytes()).digest()  # so that the same outcomes give the same interval
+    rng = np.random.default_rng(int.from_bytes(digest[:8]))
     N, seeds = ours.shape[1], len(ours) * len(theirs)
     differences = len(theirs) * ours.sum(0) - len(ours) * theirs.sum(0)
     # Examples with equal differences are alike: to draw N of them is to draw how many of each kind.
@@ -70,11 +72,10 @@ def compare(ours: Outcomes, theirs: Outcomes, noise: "Noise | None", entropy: in
 
 def holm(ps: Sequence[float]) -> list[float]:
     """The p-values of several tests, corrected so that one false alarm among all has the level: Holm's step-down."""
-    corrected, running = [0.0] * len(ps), 0.0
-    for rank, index in enumerate(np.argsort(ps, kind="stable")):
-        running = max(running, min(1.0, (len(ps) - rank) * ps[index]))
-        corrected[index] = running
-    return corrected
+    ranked = sorted(ps)
+    stepped = accumulate((min(1.0, (len(ps) - rank) * p) for rank, p in enumerate(ranked)), max)
+    corrected = dict(zip(ranked, stepped, strict=True))
+    return [corrected[p] for p in ps]
 
 
 @dataclass(frozen=True)

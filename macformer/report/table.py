@@ -23,7 +23,8 @@ def markdown(tables: list[Table], found: list[Record], problems: list[str]) -> s
     """All of them, then the runs that failed and the files that are no records."""
     parts: list[str | list[str]] = []
     for table in tables:
-        parts.append(textwrap.fill(f"**{title(table)}**", 110, break_long_words=False, break_on_hyphens=False))
+        heading = f"**{title(table)}{': ' * bool(table.conditions)}{'; '.join(table.conditions)}**"
+        parts.append(textwrap.fill(heading, 110, break_long_words=False, break_on_hyphens=False))
         parts += [*(_grid(lines(column)) for column in table.columns), "\n".join(verdict(table)), notes(table)]
     return _document(parts, found, problems, "table")
 
@@ -75,13 +76,13 @@ def _grid(rows: Lines, left: int = 1) -> str:
 
 
 def title(table: Table) -> str:
-    """All that sets this table apart."""
+    """All that sets this table apart, but for the list of its conditions."""
     if not table.machine:
         return "Table 2, the paper's protocol: no runs yet"
     data = ", ".join(f"{column.task} {_data(column)}" for column in table.columns if column.runs)
     if not table.conditions:
         return f"Table 2, the paper's protocol, on {table.machine}; data: {data}"
-    return f"Table 2 on {table.machine}, data: {data}, NOT the paper's protocol: {'; '.join(table.conditions)}"
+    return f"Table 2 on {table.machine}, data: {data}, NOT the paper's protocol"
 
 
 def _data(column: Column) -> str:
@@ -106,8 +107,8 @@ def verdict(table: Table) -> list[str]:
     for whose, kind in (("our", "ours"), ("the paper's", "paper")):
         marked = []
         for column in table.columns:
-            accuracies = [getattr(cell, kind).get("accuracy") for cell in column.cells.values()]
-            beats = [accuracy.beats_floor for accuracy in accuracies if accuracy]
+            measures = [getattr(cell, kind) for cell in column.cells.values()]
+            beats = [each["accuracy"].beats_floor for each in measures if each]
             if False in beats:
                 marked.append(f"{beats.count(False)} of {len(beats)} on {column.task}")
         if marked:

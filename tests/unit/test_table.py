@@ -391,7 +391,6 @@ SHORTENED = OF_OTHER_DATA | {"whole": False, "train_examples": 10**6, "test_accu
         ([SHORTENED], "37.15 (-0.15)", None),
         ([OF_OTHER_DATA], "37.15 † (-0.15)", None),
         ([OF_OTHER_DATA | {"protocol": "clean"}], "37.15 (-0.15)", None),
-        ([{key: each for key, each in LISTOPS.items() if not key.startswith("test_")}], "37.15 (-0.15)", None),
     ],
 )
 def test_floors_count_for_their_data_those_of_whole_data_for_the_paper_and_else_the_majority(
