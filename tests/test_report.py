@@ -239,10 +239,7 @@ def test_the_same_records_give_the_same_bytes(results: Path) -> None:
     tables = cells.tables(cells.load(results)[0], floors(), bench())
     for figure in (*figures.draw(3, tables[2]), figures.over_length(bench())):
         file = results / "figures" / figure.name
-        assert (file.with_suffix(".png").read_bytes(), file.with_suffix(".svg").read_bytes()) == (
-            figure.png,
-            figure.svg,
-        )
+        assert [file.with_suffix(kind).read_bytes() for kind in (".png", ".svg")] == [figure.png, figure.svg]
 
 
 def test_without_runs_there_are_the_papers_values_the_race_and_the_commands(empty: Path) -> None:

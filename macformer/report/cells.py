@@ -10,7 +10,6 @@ import shlex
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -36,9 +35,9 @@ SEEDS = (0, 1, 2)  # of configs/experiment/table2.yaml
 TRUNKS = ("plain", "identity", "identity, ppSBN")  # what `make bench` times beside models: layers without an attention
 COSTS = ("time", "memory")
 AS_TIMED = {"accumulate": 1, "compile": False, "tf32": False}  # of the trainer: what `make bench` times
-Floors = dict[str, Any]  # an entry of results/floors.json: what trivial baselines reach on some data
+Floors = dict[str, Any]  # as an entry of results/floors.json: what trivial baselines reach on some data
 NO_FLOORS: Floors = {"test_accuracy": {}, "test_examples": 0, "dev_accuracy": {}}
-Bench = dict[str, Any]  # results/bench/models.json: models timed in turn on the same batches
+Bench = dict[str, Any]  # as results/bench/models.json: models timed in turn on the same batches
 
 
 @dataclass(frozen=True)
@@ -181,12 +180,11 @@ def read(folder: Path) -> tuple[list[Table], list[Record], list[str]]:
     return tables(found, floors(), bench(), papers=folder.resolve() == ROOT / "results"), found, problems
 
 
-def tables(found: Iterable[Record], floors: list[Floors], bench: Bench | None, papers: bool = False) -> list[Table]:
+def tables(found: list[Record], floors: list[Floors], bench: Bench | None, papers: bool = False) -> list[Table]:
     """The paper's protocol first: empty if nobody ran it and there are no other runs, or `papers` asks for it.
 
     One table for each set of shared conditions, in which tasks as the paper has them stand side by side. So do changed
     ones if the same words made them, as trainer=cpu does of all tasks. Failed runs have no cell.
-    `floors` as in results/floors.json, `bench` as in results/bench/models.json.
     """
     settings: dict[Any, list[Record]] = defaultdict(list)
     for run in sorted(found, key=lambda record: record.run_id):

@@ -94,9 +94,8 @@ class Noise:
 def noise(accuracies: Mapping[str, Mapping[int, float]]) -> Noise | None:
     """From model -> seed -> accuracy; None if no model has two seeds that differ: those that tie tell nothing."""
     first, second = (accuracies.get(name, {}) for name in TWINS)
-    groups = [seeds for name, seeds in accuracies.items() if name not in TWINS]
-    groups.append({**second, **first})  # equal seeds are equal runs: they count once
-    of_models = [list(seeds.values()) for seeds in groups if seeds]
+    merged = {**accuracies, TWINS[0]: {**second, **first}, TWINS[1]: {}}  # equal seeds are equal runs: they count once
+    of_models = [list(seeds.values()) for seeds in merged.values() if seeds]
     degrees, squares = sum(len(of) - 1 for of in of_models), sum(float(np.var(of)) * len(of) for of in of_models)
     if squares < 1e-12:  # zero, but for rounding
         return None

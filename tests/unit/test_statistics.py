@@ -63,7 +63,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(seeds: int, spread: fl
 def test_the_bootstrap_over_examples_is_scipys() -> None:
     rng = np.random.default_rng(3)
     ours, theirs = runs(rng, 1, shift=0.01), runs(rng, 1)
-    found = statistics.compare(ours, theirs, None, entropy=0)
+    found = statistics.compare(ours, theirs, None)
     difference = ours[0].astype(float) - theirs[0]  # of each example
     options: dict[str, Any] = {"vectorized": True, "method": "percentile", "n_resamples": 9999}
     low, high = stats.bootstrap([difference], np.mean, **options, rng=np.random.default_rng(0)).confidence_interval
@@ -80,7 +80,7 @@ def test_the_seeds_part_is_students_for_two_means() -> None:
     """So many examples that the seeds alone matter; their differences are of 145 kinds."""
     rng = np.random.default_rng(4)
     ours, theirs = runs(rng, 9, 200_000, spread=0.03), runs(rng, 8, 200_000, spread=0.03)
-    found = statistics.compare(ours, theirs, pooled(ours, theirs), entropy=0)
+    found = statistics.compare(ours, theirs, pooled(ours, theirs))
     expected = stats.ttest_ind(ours.mean(1), theirs.mean(1))
     low, high = expected.confidence_interval()
     # A model's own spread counts if it is larger than the pooled one, so that ours is a little wider.
@@ -91,7 +91,7 @@ def test_the_seeds_part_is_students_for_two_means() -> None:
 def test_a_spread_of_other_models_counts_for_one_with_a_single_seed() -> None:
     rng = np.random.default_rng(9)
     ours, theirs, other = runs(rng, 1), runs(rng, 1), runs(rng, 4, spread=0.05)
-    alone, together = (statistics.compare(ours, theirs, pooled(*each), 0) for each in ((ours, theirs), (theirs, other)))
+    alone, together = (statistics.compare(ours, theirs, pooled(*each)) for each in ((ours, theirs), (theirs, other)))
     assert together.high - together.low > 2 * (alone.high - alone.low)
 
 
@@ -103,17 +103,11 @@ def test_equal_models_rarely_differ(seeds: int, spread: float, monkeypatch: pyte
     """
     monkeypatch.setattr(statistics, "REPLICATES", 999)
     rng, false = np.random.default_rng(seeds), 0
-    for table in range(100):
+    for _ in range(100):
         models = [runs(rng, seeds, spread=spread) for _ in range(7)]
         noise = pooled(*models)
-        false += min(statistics.holm([statistics.compare(m, models[0], noise, table).p for m in models[1:]])) < 0.05
+        false += min(statistics.holm([statistics.compare(m, models[0], noise).p for m in models[1:]])) < 0.05
     assert false <= stats.binom.ppf(1 - 1e-4, 100, 0.05)
-
-
-def test_the_same_entropy_gives_the_same_figures() -> None:
-    ours, theirs = runs(np.random.default_rng(6), 3), runs(np.random.default_rng(7), 2)
-    first, again, other = (statistics.compare(ours, theirs, pooled(ours, theirs), entropy) for entropy in (1, 1, 2))
-    assert first == again != other
 
 
 def test_holm() -> None:
@@ -123,24 +117,19 @@ def test_holm() -> None:
     assert statistics.holm([]) == []
 
 
-def test_the_noise_floor_is_the_difference_of_two_runs_of_one_model() -> None:
-    rng = np.random.default_rng(8)
-    accuracies = {name: dict(enumerate(rng.normal(0.4, 0.01, 200))) for name in ("a", "b", "macformer_exp")}
-    noise = statistics.noise(accuracies | {"macformer_trigh": accuracies["macformer_exp"]})
-    assert noise
-    assert (noise.degrees, noise.pairs) == (3 * 199, 200 * 199)  # the twin's runs are the same runs
-    assert noise.pooled == pytest.approx(2**0.5 * 0.01, rel=0.1)
-    assert noise.twins == pytest.approx(2**0.5 * 0.01, rel=0.15)
-    assert noise.floor == max(noise.pooled, noise.twins)
-
-
 def test_the_noise_floor_by_hand() -> None:
-    accuracies = {"rfa": {0: 0.30, 1: 0.34}, "macformer_exp": {0: 0.40}, "macformer_trigh": {0: 0.40, 1: 0.44}}
-    noise = statistics.noise(accuracies)
+    """It is the twins' difference or, if that is smaller or not known, the difference of two runs of any model."""
+    rfa, exp = {0: 0.30, 1: 0.34}, {0: 0.40, 2: 0.46}
+    noise = statistics.noise({"rfa": rfa, "macformer_exp": exp, "macformer_trigh": {0: 0.40, 1: 0.44}})
     assert noise
-    assert (noise.degrees, noise.pairs) == (2, 1)  # exp at 0, trigh at 1
-    assert noise.twins == noise.largest == pytest.approx(0.04)
-    assert noise.variance == pytest.approx((0.0008 + 0.0008) / 2)
+    assert (noise.degrees, noise.pairs) == (3, 3)  # the twins' equal runs at 0 count once
+    assert noise.variance == pytest.approx((2 * 0.02**2 + 3 * np.var([0.40, 0.44, 0.46])) / 3)
+    apart = (0.04, 0.06, 0.02)  # 0 and 1, 2 and 0, 2 and 1
+    assert (noise.twins, noise.largest) == pytest.approx((np.mean(np.square(apart)) ** 0.5, 0.06))
     assert noise.pooled == pytest.approx((2 * noise.variance) ** 0.5)
+    assert noise.floor == max(noise.pooled, noise.twins)
+    alone = statistics.noise({"rfa": rfa})
+    assert alone
+    assert (alone.floor, alone.twins) == (pytest.approx(0.04), None)
     assert statistics.noise({"rfa": {0: 0.3}, "macformer_exp": {0: 0.4}, "macformer_trigh": {0: 0.4}}) is None
     assert statistics.noise({}) is None

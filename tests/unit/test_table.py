@@ -43,17 +43,10 @@ def three(model: str, accuracy: float, spread: float = 0.004, seeds: int = 3) ->
     return [make(f"{model} seed={s}", accuracy + spread * (s - (seeds - 1) / 2)) for s in range(seeds)]
 
 
-def test_no_records_is_the_papers_table_with_empty_cells_and_commands() -> None:
-    text = render([])
-    assert row(text, "macformer_sqrt") == ["-", "0.839", "-", "2.564", "-", "-", "38.36", "-", "-"]
-    for task in cells.TASKS:
-        assert f"`python train.py -m model={','.join(cells.MODELS)} task={task} seed=0,1,2`" in text
-
-
 def test_the_papers_protocol_comes_first_even_if_nobody_ran_it_and_whatever_the_machine() -> None:
     """Tables are sorted by machine; a changed task is not among what is sorted by before it."""
     short, full = make("rfa task.data.length=1024"), changed(make("rfa"), "environment", device_name="ZZ GPU")
-    none, no, yes = "the paper's protocol: no runs yet", "NOT the paper's protocol: ", "the paper's protocol, on ZZ GPU"
+    none, no, yes = "the paper's protocol: no runs yet", "NOT the paper's protocol", "the paper's protocol, on ZZ GPU"
     for runs, papers, expected in (
         ([], False, [none]),
         ([short], False, [no]),
@@ -75,8 +68,8 @@ def test_tasks_that_are_changed_stand_side_by_side_and_not_beside_the_papers() -
     shown = [[column.task for column in each.columns for _ in column.runs] for each in made]
     assert shown == [["text"], ["text"], ["text", "listops", "retrieval"], ["text"]]
     assert [column.task for column in made[3].columns] == ["text"]  # none without runs
-    assert "text data.length = 250 (paper: 4096)" in table.title(made[1])
-    assert "text data.length = 256 (paper: 4096)" in table.title(made[2])
+    assert "text data.length = 250 (paper: 4096)" in made[1].conditions
+    assert "text data.length = 256 (paper: 4096)" in made[2].conditions
 
 
 @pytest.mark.parametrize(
@@ -162,9 +155,7 @@ def test_settings_stand_in_one_table_with_what_sets_them_apart_if_a_run_finished
 def test_settings_of_several_tasks_and_machines() -> None:
     """Each task has its own table, in the paper's order; a task's own changes do not stand in another's rows."""
     listops = [make("rfa trainer=cpu task.learning_rate=0.01"), make("rfa trainer=cpu")]
-    fast = changed(listops[0], "environment", device_name="Fast CPU").model_copy(
-        update={"run_id": "listops.rfa.0.fast"}
-    )
+    fast = changed(listops[0], "environment", device_name="Fast CPU")
     lines, rows = settings([*listops, fast, make("rfa trainer=cpu task=text")])
     heads = [line for line in lines if line.startswith("**")]
     assert [head.partition(":")[0] for head in heads] == ["**text", "**listops"]
@@ -266,37 +257,26 @@ def test_time_memory_and_accuracy_are_means_over_seeds() -> None:
         ("task.learning_rate=1e-3", "trainer.learning_rate=1e-4", "trainer learning_rate = 0.0001"),
         ("pad=trim", "trainer.pad=full", "trainer pad = full (paper: full)"),
         ("", "~trainer.telemetry", "~trainer.telemetry"),
+        ("", "task=text task.learning_rate=1e-3", "NOT the paper's protocol: text learning"),
+        ("", lambda run: changed(run, "environment", precision="float16"), "float16"),
+        ("", lambda run: changed(run, "environment", device_name="Another CPU"), "on Another CPU (1 thread,"),
+        ("", lambda run: changed(run, "environment", threads=2), "2 threads"),
+        ("", lambda run: changed(run, "data", fingerprint="g"), "generated g"),
+        ("", lambda run: changed(run, "data", source="stand-in"), "protocol: listops on STAND-IN data"),
+        ("", lambda run: run.model_copy(update={"sessions": [MOVED, SESSION]}), "on A100 and Test CPU (1 thread"),
     ],
 )
-def test_other_conditions_make_another_table_whose_title_says_so(one: str, two: str, says: str) -> None:
-    text = render([make(f"rfa {one}"), make(f"rfa {one} {two} seed=1", 0.9)])
+def test_other_conditions_make_another_table_whose_title_says_so(one: str, two: Any, says: str) -> None:
+    other = two(make("rfa seed=1", 0.9)) if callable(two) else make(f"rfa {one} {two} seed=1", 0.9)
+    text = render([make(f"rfa {one}"), other])
     assert text.count("37.00 (n=1)") == text.count("90.00 (n=1)") == 1
     (heading,) = (title for title in titles(text) if says in title)
     changes = heading.partition("NOT the paper's protocol: ")[2].split("; ")
-    keys = [change.partition(" = ")[0].split()[-1] for change in changes]
+    keys = [change.partition(" = ")[0].rpartition(" ")[2] for change in changes]
     # Each change once, where it comes from: not as the trainer's and the task's.
     assert one or len(keys) == len(set(keys))
-    assert text.count("not the paper's.** The full one") == (2 if one else 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda run: changed(run, "environment", precision="float16"), "float16"),
-        (lambda run: changed(run, "environment", device_name="Another CPU"), "on Another CPU (1 thread,"),
-        (lambda run: changed(run, "environment", threads=2), "2 threads"),
-        (lambda run: changed(run, "data", fingerprint="g"), "generated g"),
-        (lambda run: changed(run, "data", source="stand-in"), "NOT the paper's protocol: listops on STAND-IN data"),
-        (lambda run: run.model_copy(update={"sessions": [MOVED, SESSION]}), "on A100 and Test CPU (1 thread"),
-        (lambda run: make("rfa task=text task.learning_rate=1e-3", 0.9), "NOT the paper's protocol: text learning"),
-    ],
-)
-def test_another_machine_precision_data_or_task_is_another_table(change: Any, says: str) -> None:
-    text = render([make("rfa"), change(make("rfa seed=1", 0.9))])
-    assert text.count("37.00 (n=1)") == text.count("90.00 (n=1)") == 1
-    paper, other = sorted(titles(text), key=lambda title: says in title)
-    assert says in other
-    assert "NOT the paper's protocol" not in paper
+    differ = (not callable(two) or "protocol" in says) + bool(one)
+    assert text.count("NOT the paper's protocol") == text.count("not the paper's.** The full one") == differ
 
 
 OTHERS = ",".join(model for model in cells.MODELS if model != "rfa")
@@ -431,7 +411,6 @@ NOT_A_RECORD = "is not a run record of schema 3: "
 # The name of a file -> what is changed in a whole record, or is in its place, and what is said of it.
 SPOILT: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     "old": ({"schema_version": 1}, "has schema 1, and schema 3 is read here: run it anew"),
-    "unknown": ({"surprise": 1}, f"{NOT_A_RECORD}surprise"),
     "tampered": ({"quality.test_accuracy": 0.95}, f"{NOT_A_RECORD}quality .+its test outcomes do not have its"),
     "short": ({"quality.test_examples": 2008}, f"{NOT_A_RECORD}quality .+2000 test outcomes for 2008 examples"),
     "other": ({"data.examples": {"train": 1, "dev": 1, "test": 1}}, f"{NOT_A_RECORD}.*not tested on as many examples"),
