@@ -56,6 +56,12 @@ class Measure:
         """The median and the range."""
         return cls(median(rounds), min(rounds), max(rounds), n=len(rounds))
 
+    def minus(self, other: Self) -> "Measure":
+        """With Newcombe's interval, as if of two test sets."""
+        value = self.value - other.value
+        low = value - math.hypot(self.value - self.low, other.high - other.value)
+        return Measure(value, low, value + math.hypot(self.high - self.value, other.value - other.low))
+
 
 Measures = dict[str, Measure]  # time and memory relative to the Transformer's, accuracy as a share
 
@@ -255,7 +261,8 @@ def _column(task: str, runs: list[Record], floors: list[Floors], bench: Bench | 
     column.noise = statistics.noise({cell.row: cell.accuracies for cell in column.ran})
     for cell in column.ran:
         cell.ours = _ours(cell, baseline, of_runs)
-        cell.gap = {} if any(map(own, runs)) else _gap(cell)
+        if not any(map(own, runs)):
+            cell.gap = {name: cell.ours[name].minus(cell.paper[name]) for name in cell.ours.keys() & cell.paper.keys()}
         if baseline.runs and cell is not baseline:
             cell.versus = statistics.compare(cell.outcomes, baseline.outcomes, column.noise)
     return column
@@ -283,13 +290,12 @@ def _paper(task: str, row: str, floors: Floors) -> Measures:
 
 
 def _ours(cell: Cell, baseline: Cell, floors: Floors) -> Measures:
-    """Costs are ratios of means over the seeds; there are none if the Transformer did not run."""
+    """Costs are ratios of means over the seeds, relative spreads added as squares; none without the Transformer."""
     ours = {"accuracy": _accuracy(list(cell.accuracies.values()), cell.outcomes, floors)}
     for cost, costs in cell.costs.items() if baseline.runs else ():
         both = [costs] if cell is baseline else [costs, baseline.costs[cost]]
-        ratio, spread = mean(costs) / mean(baseline.costs[cost]), None
-        if min(map(len, both)) > 1:  # relative spreads, added as squares
-            spread = ratio * math.hypot(*(stdev(each) / mean(each) for each in both))
+        ratio = mean(costs) / mean(baseline.costs[cost])
+        spread = ratio * math.hypot(*(stdev(each) / mean(each) for each in both)) if min(map(len, both)) > 1 else None
         ours[cost] = Measure(ratio, ratio - (spread or 0), ratio + (spread or 0), spread, len(costs))
     return ours
 
@@ -298,17 +304,6 @@ def _accuracy(of_seeds: list[float], outcomes: Outcomes, floors: Floors) -> Meas
     (low, high), reached = statistics.interval(outcomes), floors["test_accuracy"].values()
     spread = stdev(of_seeds) if len(of_seeds) > 1 else None
     return Measure(mean(of_seeds), low, high, spread, len(of_seeds), low > max(reached) if reached else None)
-
-
-def _gap(cell: Cell) -> Measures:
-    """Newcombe's intervals, as if of two test sets."""
-    gap = {}
-    for name in cell.ours.keys() & cell.paper.keys():
-        ours, paper = cell.ours[name], cell.paper[name]
-        value = ours.value - paper.value
-        low = value - math.hypot(ours.value - ours.low, paper.high - paper.value)
-        gap[name] = Measure(value, low, value + math.hypot(ours.high - ours.value, paper.value - paper.low))
-    return gap
 
 
 def _race(task: str, runs: list[Record], bench: Bench) -> tuple[dict[str, Measures], list[str]]:

@@ -4,7 +4,7 @@ Needs matplotlib (the extra `figures`). The same records give the same bytes, on
 """
 
 import io
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import cycle, product
 from statistics import mean
@@ -119,14 +119,12 @@ def _warning(table: Table, columns: list[Column]) -> str:
 
 def _looks(models: dict[str, str]) -> dict[str, Look]:
     """By row, from the model of each row: rows of one model have its colour, but differ in marker and kind of line."""
-    others, rows, looks = cycle(OTHERS), Counter[str](), {}
-    marks = {model: MARKS.get(model) or next(others) for model in sorted(set(models.values()))}
-    for row, model in models.items():
-        colour, marker = marks[model]
-        variant, markers = rows[model] % len(VARIANTS), [marker, *(other for other in "X*dP" if other != marker)]
-        looks[row] = {"color": colour, "marker": markers[variant], "ls": VARIANTS[variant]}
-        rows[model] += 1
-    return looks
+    others, looks = cycle(OTHERS), {}
+    for model in sorted(set(models.values())):
+        colour, marker = MARKS.get(model) or next(others)
+        variants = zip([marker, *(other for other in "X*dP" if other != marker)], VARIANTS, strict=False)
+        looks[model] = cycle([{"color": colour, "marker": mark, "ls": line} for mark, line in variants])
+    return {row: next(looks[model]) for row, model in models.items()}
 
 
 def _curves(name: str, column: Column, looks: dict[str, Look], warning: str) -> Drawn:

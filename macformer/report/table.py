@@ -194,8 +194,7 @@ def _about(column: Column) -> list[str]:
         ran = {"the Transformer": column.cells[BASELINE]} if column.cells[BASELINE].runs else column.cells
         means = {row: map(mean, cell.costs.values()) for row, cell in ran.items() if cell.runs}
         took = (f"{row} took {duration(time)} and {mebibytes(int(memory))}" for row, (time, memory) in means.items())
-        told = [NOTES["runs"].format(source=runs[0].data.source, sizes=sizes, took=", ".join(took))]
-        told += _about_runs(runs)
+        told = [NOTES["runs"].format(source=runs[0].data.source, sizes=sizes, took=", ".join(took)), *_about_runs(runs)]
         told += [NOTES["one_seed"]] * any(len(cell.runs) == 1 for cell in column.ran)
         told += _about_noise(column)
     if gaps := {row: cell.gap["accuracy"] for row, cell in column.cells.items() if cell.gap}:
