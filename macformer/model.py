@@ -43,9 +43,9 @@ class MultiHead(nn.Module):
         self.post = post_sbn(heads=heads, head_dim=head_dim) if post_sbn else None
         self.out = nn.Linear(heads * head_dim, width)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """x (B, n, width), mask (B, n) -> (B, n, heads * head_dim)."""
-        return self.attend_heads(self.to_q(x), self.to_k(x), self.to_v(x), mask)
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """Queries of x (B, n, width), keys and values of y (B, m, width), mask (B, m) -> (B, n, heads * head_dim)."""
+        return self.attend_heads(self.to_q(x), self.to_k(y), self.to_v(y), mask, causal)
 
     def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """q and result (B, n, heads * head_dim), k and v (B, m, ...), mask (B, m): all between the projections."""
@@ -76,7 +76,8 @@ class Layer(nn.Module):
         self.drop = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        attended, drop = self.attend(self.norm_attend(x), mask), self.drop
+        normed, drop = self.norm_attend(x), self.drop
+        attended = self.attend(normed, normed, mask)
         if cache_blocks.usable(x):  # the same with less memory
             return cache_blocks.add_and_feed(x, attended, self.attend.out, drop, self.norm, self.first, self.second)
         x = x + drop(self.attend.out(attended))

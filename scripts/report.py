@@ -25,9 +25,8 @@ def main() -> None:
     for file in (folder / "figures").glob("table2-*.*"):
         if file.suffix in (".png", ".svg") and file.stem not in made:  # of a table that is no longer there
             file.unlink()
-    for name, figure in made.items():
-        files.write(folder / "figures" / f"{name}.png", figure.png)
-        files.write(folder / "figures" / f"{name}.svg", figure.svg)
+    for figure in made.values():
+        figure.write(folder / "figures")
     files.write(folder / "report.html", page.render(tables, drawn, lengths, found, problems))
     print(f"written: {folder}/report.html, and {len(made)} figures as PNG and SVG in {folder}/figures")
 

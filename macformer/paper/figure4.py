@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from macformer.paper.finding import WORDS
 from macformer.paper.translation import Record
 from macformer.report.figures import STYLE, Drawn, saved
 
@@ -51,16 +52,9 @@ def report(found: Sequence[Record], command: str) -> Report:
 
 
 def caption(report: Report) -> str:
-    words = report["environment"] | report["settings"]
+    words = report["environment"] | report["settings"] | {"seeds": len(report["runs"]) // 2}
     words["sizes"] = " / ".join(f"{count:,}" for count in words["examples"].values())
-    words["seeds"] = len(report["runs"]) // 2
-    return (
-        "Multi30K, German to English ({source}: {sizes} pairs), preset {preset}: {layers} + {layers} layers of width "
-        "{width}, {heads} heads, {vocabulary:,} byte pairs, {parameters:,} parameters ({ppsbn_parameters:+,} with "
-        "ppSBN), {epochs} epochs. On the dev split (thin lines in (a): the training loss, with dropout); {search}; "
-        "BLEU: {signature}. Lines are means over {seeds} seeds, bands from the lowest to the highest. "
-        "On {device_name}, {threads} thread, {precision}, torch {torch}."
-    ).format_map(words)
+    return WORDS["pages"]["caption_ppsbn"].format_map(words)
 
 
 def of_arm(report: Report, ppsbn: bool) -> pd.DataFrame:
@@ -80,40 +74,28 @@ def _minutes(runs: pd.DataFrame) -> str:
 
 def reached(report: Report) -> str:
     """How far the arm without ppSBN came, and how long that took."""
-    runs, machine = of_arm(report, ppsbn=False), report["environment"]
-    return (
-        f"Without ppSBN the preset `{report['settings']['preset']}` reaches a test BLEU of {_mean(runs.bleu, 2)} in "
-        f"{_minutes(runs)} minutes a run, evaluation included ({len(runs)} seeds; {machine['threads']} thread of "
-        f"{machine['device_name']})."
-    )
+    runs = of_arm(report, ppsbn=False)
+    words = {"bleu": _mean(runs.bleu, 2), "minutes": _minutes(runs), "seeds": len(runs)}
+    return WORDS["pages"]["reached"].format_map(report["environment"] | report["settings"] | words)
 
 
 def markdown(report: Report, verdict: str) -> str:
     """`verdict`: the sentence on whether the paper's claim holds."""
-    own, arms = report["settings"], [of_arm(report, ppsbn) for ppsbn in ARMS]
-    seeds = ", ".join(map(str, arms[0].seed))
-    records = ", ".join(f"`{run['run_id']}`" for run in report["runs"])
-    rows = [["", *(f"{name} (seeds {seeds})" for name, *_ in ARMS.values())], ["---"] * 3]
+    arms, rows = [of_arm(report, ppsbn) for ppsbn in ARMS], []
     for metric, (name, digits) in METRICS.items():
-        each = [", ".join(runs[metric].map(f"{{:.{digits}f}}".format)) for runs in arms]
+        each = [", ".join(f"{value:.{digits}f}" for value in runs[metric]) for runs in arms]
         rows.append([name, *(f"{_mean(runs[metric], digits)} ({e})" for runs, e in zip(arms, each, strict=True))])
     rows.append(["minutes of the whole run", *map(_minutes, arms)])
-    table = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
-    return f"""# ppSBN in a Transformer that translates (the paper's Figure 4)
-
-`{own["command"]}` at commit {str(report["code"]["commit"])[:12]}. {caption(report)}
-
-{verdict} {reached(report)}
-
-![curves](ppsbn.png)
-
-On the {own["examples"]["test"]:,} test pairs, with the weights of the best dev BLEU (mean ± standard deviation over \
-the seeds):
-
-{table}
-
-Every epoch is in [ppsbn.json](ppsbn.json); the runs' records: {records}.
-"""
+    return WORDS["pages"]["ppsbn"].format(
+        **report["settings"],
+        commit=str(report["code"]["commit"])[:12],
+        caption=caption(report),
+        verdict=verdict,
+        reached=reached(report),
+        seeds=", ".join(map(str, arms[0].seed)),
+        rows="\n".join(f"| {' | '.join(row)} |" for row in rows),
+        records=", ".join(f"`{run['run_id']}`" for run in report["runs"]),
+    )
 
 
 @mpl.rc_context(STYLE | {"font.size": 12, "axes.titlesize": 13, "legend.fontsize": 12})

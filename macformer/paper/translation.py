@@ -86,13 +86,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """x (B, m, width), memory (B, n, width) and its mask (B, n) -> (B, m, width); no position sees a later one."""
-
-        def attended(heads: MultiHead, x: Tensor, y: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-            return drop(heads.out(heads.attend_heads(heads.to_q(x), heads.to_k(y), heads.to_v(y), mask, causal)))
-
         drop, normed = self.drop, self.norm_attend(x)
-        x = x + attended(self.attend, normed, normed, None, causal=True)
-        x = x + attended(self.cross, self.norm_cross(x), memory, mask, causal=False)
+        x = x + drop(self.attend.out(self.attend(normed, normed, None, causal=True)))
+        x = x + drop(self.cross.out(self.cross(self.norm_cross(x), memory, mask)))
         return x + drop(self.second(drop(F.gelu(self.first(self.norm(x))))))
 
 

@@ -7,6 +7,7 @@ import io
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import cycle, product
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -17,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
+from macformer.harness import files
 from macformer.report.cells import COSTS, MODELS, WORDS, Column, Measure, Table
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker besides: the same on every figure.
@@ -47,6 +49,10 @@ class Drawn:
     caption: str
     png: bytes
     svg: bytes
+
+    def write(self, folder: Path) -> None:
+        files.write(folder / f"{self.name}.png", self.png)
+        files.write(folder / f"{self.name}.svg", self.svg)
 
 
 @mpl.rc_context(STYLE)
