@@ -81,11 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
     try:
         make_figure(parser.parse_args(arguments), sys.argv[1:] if arguments is None else arguments)
-    except ValidationError as error:
-        sentence = records.complaint(error).removeprefix("Value error, ").replace(" Input", "")
-        sys.exit(f"error: {sentence}")
     except (DataError, ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        says = records.complaint(error) if isinstance(error, ValidationError) else str(error)
+        sys.exit(f"error: {says.removeprefix('Value error, ').replace(' Input should', ' should')}")
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on after the last whole epoch of each run", file=sys.stderr)
         sys.exit(130)
@@ -113,14 +111,13 @@ def make_figure(options: argparse.Namespace, words: Sequence[str]) -> None:
     if len({(record.code.commit, record.environment.device_name) for record in found}) > 1:
         print("warning: these runs are of several commits or machines; the figure names the first", file=sys.stderr)
     report = figure4.report(found, " ".join(["python -m scripts.figure_ppsbn", *([] if at_home else words)]))
-    verdict, drawn = experiments.sentence4(report), figure4.draw(report)
-    contents: dict[str, str | bytes] = {"json": json.dumps(report, indent=1) + "\n"}
-    contents |= {"md": figure4.markdown(report, verdict), "png": drawn.png, "svg": drawn.svg}
-    for ending, content in contents.items():
-        files.write(options.output / f"ppsbn.{ending}", content)
+    verdict = experiments.sentence4(report)
+    files.write(options.output / "ppsbn.json", json.dumps(report, indent=1) + "\n")
+    files.write(options.output / "ppsbn.md", figure4.markdown(report, verdict))
+    figure4.draw(report).write(options.output)
     if at_home:  # the README shows this very figure
         write_block(BEGIN, END, f"{verdict} {figure4.reached(report)}\n")
-    print(f"{verdict}\nwritten to {options.output}: ppsbn.{{{','.join(contents)}}}")
+    print(f"{verdict}\nwritten to {options.output}: ppsbn.{{json,md,png,svg}}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, help=f"default: {QUICK.repeats}, with --full {FULL.repeats}")
     parser.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--output", type=Path, default=HOME)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(words)
     keys = ("lengths", "features", "repeats")
     changed = {key: value for key in keys if (value := getattr(options, key)) is not None}
     try:
@@ -64,15 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figure3.check(settings, device)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    command = " ".join(["python -m scripts.figure_rmfa", *(sys.argv[1:] if arguments is None else arguments)])
-    how = {
-        "quick": not options.full,
-        "batch": settings.batch,
-        **figure3.FIXED,
-        "repeats": settings.repeats,
-        "threads": 1,
-    }
-    head = {**provenance(device), "settings": {**how, "command": command}}
+    how = {"quick": not options.full, "batch": settings.batch} | figure3.FIXED
+    how |= {"repeats": settings.repeats, "threads": 1, "command": " ".join(["python -m scripts.figure_rmfa", *words])}
+    head = provenance(device) | {"settings": how}
     identity = hashlib.sha256(json.dumps(head).encode())  # another command, other code or another machine begins anew
     state = STATE / f"{identity.hexdigest()[:12]}.json"
     try:
@@ -85,14 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         sys.exit(f"error: not enough memory for softmax at n = {settings.lengths[-1]:,}; use shorter --lengths")
     report = head | figure3.report(settings, samples)
-    contents: dict[str, str | bytes] = {"rmfa.json": text_of(report), "rmfa.md": figure3.markdown(report)}
+    files.write(options.output / "rmfa.json", text_of(report))
+    files.write(options.output / "rmfa.md", figure3.markdown(report))
     for drawn in figure3.draw(report):
-        contents |= {f"{drawn.name}.png": drawn.png, f"{drawn.name}.svg": drawn.svg}
-    for name, content in contents.items():
-        files.write(options.output / name, content)
+        drawn.write(options.output)
     state.unlink()
     print("\n".join(figure3.findings(report)))
-    print(f"written to {options.output}: {', '.join(contents)}")
+    print(f"written to {options.output}: rmfa.json, rmfa.md, rmfa-maps.{{png,svg}}, rmfa-samplings.{{png,svg}}")
 
 
 if __name__ == "__main__":

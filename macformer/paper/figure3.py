@@ -1,8 +1,7 @@
 """The paper's first toy experiment (Figure 3): error and time of RMFA_exp against softmax attention on random data.
 
 q, k and v are normal random numbers, q and k go through pre-SBN, and both attentions see the same rows. The paper
-leaves open over what the error is summed and what V is: we sum over everything, V is N(0, 1), and two more errors stand
-beside the paper's (`scales`). Unlike the paper's, the maps are not smoothed: a field is a cell. Needs matplotlib.
+leaves open over what the error is summed and what V is: see `scales`. Needs matplotlib.
 
 Shapes: B batch, H heads, n length, d head width, D features.
 """
@@ -46,11 +45,11 @@ FIXED = {"heads": HEADS, "head_dim": HEAD_DIM, "eps": EPS, "kernel": KERNEL}  # 
 TURN = 0.02  # seconds that an arm is called for when it is its turn, if one call does not take longer
 CHECKED = 500  # tokens on which a map is compared with its definition; the larger maps take them in several pieces
 COLOURS = "cividis"  # even steps to the eye, also to a colour-blind one; dark is small, as in the paper
-LOOKS: dict[Any, tuple[str, str]] = {  # Okabe and Ito's colours, as in figures.py, and markers
-    "paper": ("#0072B2", "^"),
-    "release": ("#E69F00", "s"),
-    "exact01": ("#009E73", "o"),
-    "order1": ("#D55E00", "*"),
+LOOKS: dict[Any, dict[str, Any]] = {  # Okabe and Ito's colours, as in figures.py, and markers
+    "paper": {"color": "#0072B2", "marker": "^"},
+    "release": {"color": "#E69F00", "marker": "s"},
+    "exact01": {"color": "#009E73", "marker": "o"},
+    "order1": {"color": "#D55E00", "marker": "*", "markersize": 9},
 }
 PANELS = {  # kind: title, colour bar, label of the contour at 0
     "nmse": ("(a) Error", "log10 NMSE", ""),
@@ -145,8 +144,7 @@ def check(settings: Settings, device: torch.device) -> None:
         truth = plain_attention(phi_q, phi_k, v.double(), None, attention.floor)
         off = float((attention(q, k, v) - truth).abs().max() / truth.abs().max())
         if not off < 1e-5:
-            sentence = f"RMFA with {sampling} features, D = {D}, is off its plain definition by {off:.1e}"
-            raise ValueError(f"{sentence}: nothing is reported")
+            raise ValueError(f"RMFA with {sampling} features, D = {D}, is off its plain definition by {off:.1e}")
 
 
 def measure_all(settings: Settings, device: torch.device, state: Path) -> list[list[Sample]]:
@@ -163,20 +161,20 @@ def measure_all(settings: Settings, device: torch.device, state: Path) -> list[l
 def report(settings: Settings, samples: list[list[Sample]]) -> Report:
     """The samples of each repeat and length, by cell."""
     lengths, features, longest = settings.lengths, settings.features, settings.lengths[-1]
-    at = {n: [repeat[number] for repeat in samples] for number, n in enumerate(lengths)}
+    at = dict(zip(lengths, zip(*samples, strict=True), strict=True))  # length -> the sample of each repeat
 
-    def each(n: int, arm: str, key: str) -> list[float]:
-        return [sample[arm][key] for sample in at[n]]
-
-    def cell(n: int, sampling: str, D: int) -> Report:
-        return {"n": n, "D": D} | {key: each(n, f"{sampling} {D}", key) for key in (*ERRORS, "seconds")}
+    def each(n: int, arm: str) -> Report:
+        return {key: [sample[arm][key] for sample in at[n]] for key in (*ERRORS, "seconds")}
 
     return {
         "lengths": list(lengths),
         "features": list(features),
-        "cells": [cell(n, "paper", D) for n in lengths for D in features],
-        "softmax": [{"n": n} | {arm: each(n, arm, "seconds") for arm in SOFTMAX} for n in lengths],
-        "samplings": [{"sampling": name, "D": D} | cell(longest, name, D) for name, D in settings.maps(longest)],
+        "cells": [{"n": n, "D": D} | each(n, f"paper {D}") for n in lengths for D in features],
+        "softmax": [{"n": n} | {arm: each(n, arm)["seconds"] for arm in SOFTMAX} for n in lengths],
+        "samplings": [
+            {"sampling": name, "D": D, "n": longest} | each(longest, f"{name} {D}")
+            for name, D in settings.maps(longest)
+        ],
     }
 
 
@@ -202,9 +200,7 @@ def frame(report: Report, part: str) -> pd.DataFrame:
 
 
 def caption(report: Report) -> str:
-    words = report["environment"] | report["settings"]
-    words |= {"unit": "thread" + "s" * (words["threads"] > 1), "setting": "quick" if words["quick"] else "full"}
-    return WORDS["pages"]["caption"].format_map(words)
+    return WORDS["pages"]["caption_rmfa"].format(**report, setting="quick" if report["settings"]["quick"] else "full")
 
 
 def findings(report: Report) -> list[str]:
@@ -233,13 +229,12 @@ def markdown(report: Report) -> str:
         times = [f"{time:.3g}" for time in (*(10 ** row[kind] for kind in SOFTMAX), row["ms"])]
         rows.append(f"| {row['sampling']} | {row['D']:,} | {' | '.join([*errors, *times])} |")
     return WORDS["pages"]["rmfa"].format(
-        command=report["settings"]["command"],
-        commit=str(report["code"]["commit"])[:12],
+        **report,
         caption=caption(report),
         findings="\n".join(f"- {finding}" for finding in findings(report)),
         longest=report["lengths"][-1],
         rows="\n".join(rows),
-        **{arm: f"{1e3 * median(report['softmax'][-1][arm]):.3g} ms" for arm in SOFTMAX},
+        **{arm: 1e3 * median(report["softmax"][-1][arm]) for arm in SOFTMAX},
     )
 
 
@@ -271,12 +266,10 @@ def _heat(panel: Axes, means: pd.DataFrame, unit: str, at_zero: str) -> None:
     if min(values.shape) < 2:
         return  # no contours in one row or column
     low, high = values.min(), values.max()
-    ticks = MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)
-    labels = {round(x, 9): Formatter.fix_minus(f"{x:g}") for x in ticks}
-    labels |= {0.0: at_zero} if at_zero else {}
-    for level, label in labels.items():
+    for level in np.round(MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high), 9):
         if not low < level < high:
             continue
+        label = at_zero if at_zero and level == 0 else Formatter.fix_minus(f"{level:g}")
         width = 2.0 if label == at_zero else 0.9
         lines = panel.contour(*where, values, [level], colors="white", linewidths=width, linestyles="-")
         pieces: list[Any] = lines.get_paths()[0].to_polygons(closed_only=False)
@@ -294,12 +287,9 @@ def _samplings(report: Report) -> Drawn:
     by_width, by_time = figure.subplots(1, 2, sharey=True)
     for sampling, cells in frame(report, "samplings").groupby("sampling", sort=False):
         error, low, high = (10 ** (cells.deviation + sign * cells.deviation_sd) for sign in (0, -1, 1))
-        colour, marker = LOOKS[sampling]
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 9 if marker == "*" else 5, "lw": 1.3}
-        for panel, x in ((by_width, cells.D), (by_time, cells.ms)):
-            panel.errorbar(
-                x, error, [error - low, high - error], label=sampling if panel is by_width else None, **look, **THIN
-            )
+        look = {"markersize": 5, "lw": 1.3} | LOOKS[sampling] | THIN
+        for panel, x, label in ((by_width, cells.D, sampling), (by_time, cells.ms, None)):
+            panel.errorbar(x, error, [error - low, high - error], label=label, **look)
     theory = [4 * report["settings"]["head_dim"] / D for D in features]
     by_width.plot(features, theory, color="black", ls="--", lw=0.8, label="paper, theory of the mean: 4d/D")
     by_width.set(xlabel="features D", ylabel="error / error of averaging V")

@@ -18,11 +18,8 @@ from macformer.paper.translation import Record
 from macformer.report.figures import STYLE, Drawn, saved
 
 ARMS = {True: ("with ppSBN", "#0072B2", "-"), False: ("without", "#000000", "--")}  # Okabe and Ito's, as in figures.py
-PANELS = {  # what it shows of an epoch: as thick lines, and as thin ones
-    "(a) loss": ("dev_loss", "train_loss"),
-    "(b) perplexity": ("dev_perplexity",),
-    "(c) BLEU": ("dev_bleu",),
-}
+# What each shows of an epoch: as thick lines, and as thin ones
+PANELS = {"(a) loss": ["dev_loss", "train_loss"], "(b) perplexity": ["dev_perplexity"], "(c) BLEU": ["dev_bleu"]}
 METRICS = {  # of a run -> what it is called, the digits that are shown
     "bleu": ("BLEU", 2),
     "loss": ("loss", 3),
@@ -52,9 +49,7 @@ def report(found: Sequence[Record], command: str) -> Report:
 
 
 def caption(report: Report) -> str:
-    words = report["environment"] | report["settings"] | {"seeds": len(report["runs"]) // 2}
-    words["sizes"] = " / ".join(f"{count:,}" for count in words["examples"].values())
-    return WORDS["pages"]["caption_ppsbn"].format_map(words)
+    return WORDS["pages"]["caption_ppsbn"].format(**report, seeds=len(report["runs"]) // 2)
 
 
 def of_arm(report: Report, ppsbn: bool) -> pd.DataFrame:
@@ -76,7 +71,7 @@ def reached(report: Report) -> str:
     """How far the arm without ppSBN came, and how long that took."""
     runs = of_arm(report, ppsbn=False)
     words = {"bleu": _mean(runs.bleu, 2), "minutes": _minutes(runs), "seeds": len(runs)}
-    return WORDS["pages"]["reached"].format_map(report["environment"] | report["settings"] | words)
+    return WORDS["pages"]["reached"].format(**report, **words)
 
 
 def markdown(report: Report, verdict: str) -> str:
@@ -87,8 +82,7 @@ def markdown(report: Report, verdict: str) -> str:
         rows.append([name, *(f"{_mean(runs[metric], digits)} ({e})" for runs, e in zip(arms, each, strict=True))])
     rows.append(["minutes of the whole run", *map(_minutes, arms)])
     return WORDS["pages"]["ppsbn"].format(
-        **report["settings"],
-        commit=str(report["code"]["commit"])[:12],
+        **report,
         caption=caption(report),
         verdict=verdict,
         reached=reached(report),

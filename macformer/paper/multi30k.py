@@ -126,10 +126,8 @@ def _read_lines(plain: Path) -> list[str]:
         content = gzip.decompress(file.read_bytes()) if file == zipped else file.read_bytes()
         lines = [line.strip() for line in content.decode().removesuffix("\n").split("\n")]
     except FileNotFoundError:
-        raise DataError(
-            f"Multi30K needs the file {plain} (or {zipped.name}), which is not there: put the raw files of Multi30K's "
-            "task 1 there, or give their folder as --multi30k FOLDER"
-        ) from None
+        says = f"Multi30K needs the file {plain} (or {zipped.name}), which is not there"
+        raise DataError(f"{says}: put its task 1's raw files there, or give --multi30k FOLDER") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read ({error}); get it again") from None
     if "" in lines:

@@ -114,7 +114,10 @@ class Seq2Seq(nn.Module):
 
         self.tokens = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.tokens.weight, std=width**-0.5)
-        self.register_buffer("positions", _sines(LONGEST, width), persistent=False)
+        rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+        angles = torch.arange(LONGEST).unsqueeze(1) * rates  # of wave lengths from 2 pi to 20,000 pi
+        sines = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)  # (LONGEST, width)
+        self.register_buffer("positions", sines, persistent=False)
         self.drop = Dropout(dropout)
         sizes = width, settings.feedforward, dropout
         self.encoder = nn.ModuleList(Layer(attend(), *sizes) for _ in layers)
@@ -145,13 +148,6 @@ class Seq2Seq(nn.Module):
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.drop(self.tokens(ids) * self.tokens.embedding_dim**0.5 + self.positions[: ids.shape[1]])
-
-
-def _sines(length: int, width: int) -> Tensor:
-    """(length, width): sines and cosines of wave lengths from 2 pi to 20,000 pi."""
-    rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    angles = torch.arange(length).unsqueeze(1) * rates
-    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
 
 
 class Scores(records.Part):

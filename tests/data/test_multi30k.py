@@ -16,6 +16,7 @@ from macformer.paper import multi30k
 from macformer.paper.multi30k import BEGIN, END, FILES, LONGEST, Corpus, Vocabulary, batches
 from tests.conftest import captions, write_multi30k
 
+FINGERPRINT = "574ec4bf62d7b073183cf30a76ccc31cff47db232612abd53175b16235b54588"  # of the committed runs
 SIZE = 300  # of the vocabulary
 PAIRS = {"train": captions()[:60], "dev": captions()[60:70], "test": captions()[70:80]}
 
@@ -55,7 +56,7 @@ def test_how_a_file_is_written_does_not_count(folder: Path) -> None:
         file.unlink()
         name, written = (file.name, content) if number % 2 else (f"{file.name}.gz", gzip.compress(content))
         file.with_name(name).write_bytes(written)
-    assert read(folder).fingerprint == expected
+    assert read(folder).fingerprint == expected != read(folder, SIZE + 1).fingerprint
     for file in folder.iterdir():
         file.unlink()
     write_multi30k(folder, PAIRS | {"dev": [("Hund\x85läuft", "dog\u2028runs"), ("Katze\u2029sitzt", "cat sits")]})
@@ -163,13 +164,6 @@ def test_any_ids_are_text(ids: list[int], vocabulary: Vocabulary) -> None:
     assert text == vocabulary.decode([id for id in ids if id > END])
 
 
-def test_the_same_files_give_the_same_vocabulary_and_fingerprint(folder: Path) -> None:
-    """As in the process that made the committed runs: the last test here has the real data."""
-    first, second = read(folder), read(folder)
-    assert first.vocabulary.tokenizer.to_str() == second.vocabulary.tokenizer.to_str()
-    assert first.fingerprint == second.fingerprint != read(folder, SIZE + 1).fingerprint
-
-
 def test_the_vocabulary_is_of_both_sides_of_the_training_split_alone(folder: Path) -> None:
     """Other dev and test texts: the same byte pairs, and yet other data. Other training texts: other byte pairs."""
     others = {"dev": [("Quark mit Xylophon", "zigzag quiz")] * 50, "test": [("Quark", "zigzag")] * 50}
@@ -250,7 +244,7 @@ def test_pairs_of_like_length_meet_and_batches_come_in_no_order_of_length() -> N
 def test_the_real_files_are_multi30k(shared_data: Path) -> None:
     corpus = read(shared_data / "multi30k", 4000)
     assert corpus.source == "multi30k"
-    assert corpus.fingerprint == "574ec4bf62d7b073183cf30a76ccc31cff47db232612abd53175b16235b54588"
+    assert corpus.fingerprint == FINGERPRINT
     assert {split: len(pairs) for split, pairs in corpus.splits.items()} == {"train": 29000, "dev": 1014, "test": 1000}
     for pairs in corpus.splits.values():
         assert [corpus.vocabulary.decode(ids.tolist()) for ids in pairs.targets] == pairs.references
