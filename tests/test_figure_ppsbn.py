@@ -171,7 +171,7 @@ def test_runs_that_fail_are_counted(multi30k: Path, tmp_path: Path, capfd: pytes
     assert said == "error: 2 of 2 runs failed (see above)"
     said = capfd.readouterr().err
     for model in ("seq2seq", "seq2seq_ppsbn"):
-        sentence = rf"^error: {model}, seed 0: the loss is (nan|inf) at step \d+: lower --learning-rate 1e\+30$"
+        sentence = rf"^error: {model}, seed 0: the loss is (nan|inf) after step \d+: lower --learning-rate 1e\+30$"
         assert re.search(sentence, said, re.MULTILINE)
     assert not list((tmp_path / "figure").iterdir())
     assert not (tmp_path / "results").exists()

@@ -44,7 +44,6 @@ HEADS, HEAD_DIM, EPS, KERNEL = 8, 64, 1e-12, "exp"
 FIXED = {"heads": HEADS, "head_dim": HEAD_DIM, "eps": EPS, "kernel": KERNEL}  # as the report names them
 TURN = 0.02  # seconds that an arm is called for when it is its turn, if one call does not take longer
 CHECKED = 500  # tokens on which a map is compared with its definition; the larger maps take them in several pieces
-COLOURS = "cividis"  # even steps to the eye, also to a colour-blind one; dark is small, as in the paper
 LOOKS: dict[Any, dict[str, Any]] = {  # Okabe and Ito's colours, as in figures.py, and markers
     "paper": {"color": "#0072B2", "marker": "^"},
     "release": {"color": "#E69F00", "marker": "s"},
@@ -57,7 +56,6 @@ PANELS = {  # kind: title, colour bar, label of the contour at 0
     "deviation": ("(c) Error vs averaging V", "log10 (error / averaging V's)", "as averaging V"),
     "sdpa": ("(d) Acceleration vs SDPA", "log10 (SDPA / RMFA time)", "equally fast"),
 }
-LARGE = {"font.size": 13, "axes.titlesize": 13, "legend.fontsize": 12}  # to be read at half a page's width
 Sample = dict[str, dict[str, float]]  # arm -> seconds and errors, of one repeat at one length
 Report = dict[str, Any]
 
@@ -100,10 +98,9 @@ def rmfa(sampling: Sampling, D: int, n: int, r: int) -> RMFAttention:
 def scales(exact: Tensor, v: Tensor) -> dict[str, float]:
     """What a squared error |out - exact|^2, summed over everything, is relative to.
 
-    nmse          |exact|^2, the paper's. With V ~ N(0, 1) averaging takes most of V away, and little is left here.
-    nmse_offset   |exact + 1|^2: what nmse is for V ~ N(1, 1), as a constant added to V goes through both attentions
-                  (through RMFA while no denominator is floored: in one draw of 256 for D = 8 some are).
-    deviation     |exact - mean(v)|^2, so that plain averaging of V gets 1.
+    nmse is the paper's: with V ~ N(0, 1) averaging leaves little of it. nmse_offset is what nmse is for V ~ N(1, 1), as
+    a constant added to V goes through both attentions (through RMFA while no denominator is floored: in one draw of 256
+    for D = 8 some are). A deviation of 1 is that of plain averaging of V.
     """
     relative_to = {"nmse": exact, "nmse_offset": exact + 1, "deviation": exact - v.mean(2, keepdim=True)}
     return {name: _squares(x) for name, x in relative_to.items()}
@@ -161,6 +158,7 @@ def measure_all(settings: Settings, device: torch.device, state: Path) -> list[l
 def report(settings: Settings, samples: list[list[Sample]]) -> Report:
     """The samples of each repeat and length, by cell."""
     lengths, features, longest = settings.lengths, settings.features, settings.lengths[-1]
+    maps = settings.maps(longest)
     at = dict(zip(lengths, zip(*samples, strict=True), strict=True))  # length -> the sample of each repeat
 
     def each(n: int, arm: str) -> Report:
@@ -171,10 +169,7 @@ def report(settings: Settings, samples: list[list[Sample]]) -> Report:
         "features": list(features),
         "cells": [{"n": n, "D": D} | each(n, f"paper {D}") for n in lengths for D in features],
         "softmax": [{"n": n} | {arm: each(n, arm)["seconds"] for arm in SOFTMAX} for n in lengths],
-        "samplings": [
-            {"sampling": name, "D": D, "n": longest} | each(longest, f"{name} {D}")
-            for name, D in settings.maps(longest)
-        ],
+        "samplings": [{"sampling": name, "D": D, "n": longest} | each(longest, f"{name} {D}") for name, D in maps],
     }
 
 
@@ -205,20 +200,14 @@ def caption(report: Report) -> str:
 
 def findings(report: Report) -> list[str]:
     """What the cells say of the paper's claims: error falls with D and grows with n, RMFA is faster everywhere."""
-    cells, lengths, features = frame(report, "cells"), report["lengths"], report["features"]
-    above = {kind: f"{(cells[kind] > 0).sum()} of {len(cells)} cells" for kind in ("explicit", "deviation")}
-    found = [
-        f"by the mean, faster than explicit softmax in {above['explicit']}, than SDPA in {(cells.sdpa > 0).sum()}",
-        f"error above that of averaging V in {above['deviation']}",
-    ]
-    for D in sorted({features[0], features[-1]}):
-        ends = cells[(cells.D == D) & cells.n.isin([lengths[0], lengths[-1]])]
-        logs = [" to ".join(f"{x:.2f}" for x in ends[kind]) for kind in ("nmse", "nmse_offset")]
-        times = [" to ".join(f"{10**x:.3g}" for x in ends[kind]) for kind in SOFTMAX]
-        found.append(
-            f"D = {D:,}, n = {' to '.join(f'{n:,}' for n in ends.n)}: log10 NMSE {logs[0]} (V ~ N(1, 1): {logs[1]}), "
-            f"times faster than explicit {times[0]}, than SDPA {times[1]}"
-        )
+    cells, ends, sentences = frame(report, "cells"), [report["lengths"][0], report["lengths"][-1]], WORDS["pages"]
+    above = (cells[["explicit", "sdpa", "deviation"]] > 0).sum()
+    found = sentences["findings"].format(cells=len(cells), **above).splitlines()
+    for D in sorted({report["features"][0], report["features"][-1]}):
+        at = cells[(cells.D == D) & cells.n.isin(ends)]
+        words = {kind: " to ".join(f"{x:.2f}" for x in at[kind]) for kind in ERRORS}
+        words |= {to: " to ".join(f"{10**x:.3g}" for x in at[to]) for to in SOFTMAX}
+        found.append(sentences["finding_of_width"].format(D=D, n=" to ".join(f"{n:,}" for n in at.n), **words))
     return found
 
 
@@ -238,7 +227,7 @@ def markdown(report: Report) -> str:
     )
 
 
-@mpl.rc_context(STYLE | LARGE)
+@mpl.rc_context(STYLE | {"font.size": 13, "axes.titlesize": 13, "legend.fontsize": 12})
 def draw(report: Report) -> list[Drawn]:
     return [_maps(report), _samplings(report)]
 
@@ -254,10 +243,13 @@ def _maps(report: Report) -> Drawn:
 
 
 def _heat(panel: Axes, means: pd.DataFrame, unit: str, at_zero: str) -> None:
-    """A row of the map for each D, a column for each length. `at_zero`: the label of the contour at 0, if any."""
+    """A row of the map for each D, a column for each length. `at_zero`: the label of the contour at 0, if any.
+
+    The colours have even steps also to a colour-blind eye, and dark is small, as in the paper.
+    """
     values, where = means.to_numpy(), (means.columns, np.log2(means.index))
     assert panel.figure
-    bar = panel.figure.colorbar(panel.pcolormesh(*where, values, cmap=COLOURS), ax=panel, label=unit)
+    bar = panel.figure.colorbar(panel.pcolormesh(*where, values, cmap="cividis"), ax=panel, label=unit)
     bar.outline.set_visible(False)
     panel.grid(visible=False)
     panel.set_yticks(where[1], means.index.astype(str))
@@ -292,14 +284,13 @@ def _samplings(report: Report) -> Drawn:
             panel.errorbar(x, error, [error - low, high - error], label=label, **look)
     theory = [4 * report["settings"]["head_dim"] / D for D in features]
     by_width.plot(features, theory, color="black", ls="--", lw=0.8, label="paper, theory of the mean: 4d/D")
-    by_width.set(xlabel="features D", ylabel="error / error of averaging V")
+    by_width.set(yscale="log", xlabel="features D", ylabel="error / error of averaging V")
     by_width.set_xscale("log", base=2)
     by_width.set_xticks(features, [str(D) for D in features], rotation=45)
     by_time.set(xscale="log", xlabel="time of one call, ms")
     by_time.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     by_time.xaxis.set_major_formatter("{x:g}")
     for panel in (by_width, by_time):
-        panel.set_yscale("log")
         panel.axhline(1, color=FLOOR_COLOUR, lw=1.2, label="averaging V" if panel is by_width else None)
         panel.minorticks_off()
     for arm, name, dash in (("explicit", "explicit softmax", "-."), ("sdpa", "SDPA", ":")):

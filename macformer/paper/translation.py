@@ -70,8 +70,8 @@ class Settings(records.Part):
 
     @property
     def model(self) -> str:
-        both = self.pre_sbn and self.post_sbn
-        return "seq2seq" + ("_ppsbn" if both else "_pre_sbn" * self.pre_sbn + "_post_sbn" * self.post_sbn)
+        parts = "_pre_sbn" * self.pre_sbn + "_post_sbn" * self.post_sbn
+        return f"seq2seq{parts.replace('_pre_sbn_post_sbn', '_ppsbn')}"
 
 
 class DecoderLayer(nn.Module):
@@ -108,10 +108,7 @@ class Seq2Seq(nn.Module):
         width, layers, dropout = settings.width, range(settings.layers), settings.dropout
         attention = attention or partial(SoftmaxAttention, dropout)
         sbn = PreSBN if settings.pre_sbn else None, PostSBN if settings.post_sbn else None
-
-        def attend() -> MultiHead:
-            return MultiHead(width, settings.heads, settings.head_dim, attention, *sbn)
-
+        attend = partial(MultiHead, width, settings.heads, settings.head_dim, attention, *sbn)
         self.tokens = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.tokens.weight, std=width**-0.5)
         rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
@@ -127,7 +124,7 @@ class Seq2Seq(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """source (B, n), target (B, m) -> logits (N, vocabulary) of what follows each of target's N real tokens."""
-        return self.logits(self.decode(target, *self.encode(source))[target > 0])
+        return self.decode(target, *self.encode(source), target > 0)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """source (B, n) -> memory (B, n, width), mask (B, n)."""
@@ -136,15 +133,12 @@ class Seq2Seq(nn.Module):
             x = layer(x, mask)
         return self.norm_encoder(x), mask
 
-    def decode(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """target (B, m) -> what `logits` takes (B, m, width)."""
+    def decode(self, target: Tensor, memory: Tensor, mask: Tensor, where: Any) -> Tensor:
+        """target (B, m) -> logits (N, vocabulary) of what follows the N tokens target[where]."""
         x = self._embed(target)
         for layer in self.decoder:
             x = layer(x, memory, mask)
-        return x
-
-    def logits(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm_decoder(x), self.tokens.weight)
+        return F.linear(self.norm_decoder(x[where]), self.tokens.weight)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.drop(self.tokens(ids) * self.tokens.embedding_dim**0.5 + self.positions[: ids.shape[1]])
@@ -236,20 +230,23 @@ class Training:
         train, losses = self.corpus.splits["train"], list[float]()
         for indices in batches(train.lengths, self.settings.steps_per_epoch, self.settings.seed, len(self.history)):
             source, target = train.batch(indices)
-            loss = summed_loss(self.model, source, target) / (target[:, 1:] > 0).sum()
+            loss = self.summed_loss(source, target) / (target[:, 1:] > 0).sum()
             loss.backward()
             nn.utils.clip_grad_value_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
-            losses.append(self.finite("loss", loss.item()))
+            losses.append(loss.item())
         return losses
 
-    def finite(self, name: str, loss: float) -> float:
-        """The loss, if it is a number: else the training has diverged."""
-        if not math.isfinite(loss):
-            place = f"at step {self.schedule.last_epoch}: lower --learning-rate {self.settings.learning_rate}"
-            raise FloatingPointError(f"the {name} is {loss} {place}")
+    def summed_loss(self, source: Tensor, target: Tensor) -> Tensor:
+        """Cross-entropy, summed over the tokens that follow BEGIN and are not padding."""
+        following = target[:, 1:]
+        logits = self.model(source, target[:, :-1] * (following > 0))  # END is followed by nothing
+        loss = F.cross_entropy(logits, following[following > 0].long(), reduction="sum")
+        if not loss.isfinite():
+            place = f"after step {self.schedule.last_epoch}: lower --learning-rate {self.settings.learning_rate}"
+            raise FloatingPointError(f"the loss is {loss.item()} {place}")
         return loss
 
     @torch.inference_mode()
@@ -259,12 +256,12 @@ class Training:
         self.model.eval()
         for start in range(0, len(pairs), EVALUATED):
             source, target = pairs.batch(by_length[start : start + EVALUATED])
-            losses += float(summed_loss(self.model, source, target))
+            losses += float(self.summed_loss(source, target))
             texts += map(self.corpus.vocabulary.decode, translate(self.model, source))
         self.model.train()
         score = self.bleu.corpus_score(texts, [[pairs.references[i] for i in by_length]]).score
         tokens = int(pairs.lengths[:, 1].sum()) - len(pairs)  # BEGIN is given
-        loss = self.finite(f"loss on {split}", losses / tokens)
+        loss = losses / tokens
         return Scores(bleu=score, loss=loss, perplexity=math.exp(min(loss, HIGHEST)))
 
     def save(self, file: Path) -> None:
@@ -288,13 +285,6 @@ class Training:
             raise DataError(f"{file} is no checkpoint of this run: delete it, and the run starts anew") from error
 
 
-def summed_loss(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy, summed over the tokens that follow BEGIN and are not padding."""
-    following = target[:, 1:]
-    logits = model(source, target[:, :-1] * (following > 0))  # END is followed by nothing
-    return F.cross_entropy(logits, following[following > 0].long(), reduction="sum")
-
-
 @torch.inference_mode()
 def translate(model: Seq2Seq, source: Tensor) -> list[list[int]]:
     """Greedy translations of source (B, n), as ids: the likeliest token again and again, up to END.
@@ -308,7 +298,7 @@ def translate(model: Seq2Seq, source: Tensor) -> list[list[int]]:
     texts = torch.arange(len(source))  # those that go on
     found: dict[int, list[int]] = {}
     while len(texts):
-        logits = model.logits(model.decode(written, memory, mask)[:, -1])
+        logits = model.decode(written, memory, mask, (slice(None), -1))
         logits[:, PAD] = -math.inf
         token = logits.argmax(-1, keepdim=True)
         written = torch.cat([written, token], 1)
