@@ -32,6 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(figure3, "CHECKED", 24)
     monkeypatch.setattr(script, "STATE", tmp_path / "state")
     monkeypatch.setattr(script.devices, "prepare", lambda device, threads: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def run(folder: Path, *options: str) -> dict[str, Any]:
@@ -235,10 +236,7 @@ def test_a_killed_run_goes_on_and_has_the_same_errors(
         ),
     ],
 )
-def test_bad_options_are_one_sentence(
-    options: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_bad_options_are_one_sentence(options: list[str], says: str, tmp_path: Path) -> None:
     assert stopped("--output", str(tmp_path / "out"), *options) == f"error: {says}"
     assert not list(tmp_path.iterdir())
 

@@ -44,6 +44,7 @@ HEADS, HEAD_DIM, EPS, KERNEL = 8, 64, 1e-12, "exp"
 FIXED = {"heads": HEADS, "head_dim": HEAD_DIM, "eps": EPS, "kernel": KERNEL}  # as the report names them
 TURN = 0.02  # seconds that an arm is called for when it is its turn, if one call does not take longer
 CHECKED = 500  # tokens on which a map is compared with its definition; the larger maps take them in several pieces
+COLOURS = "cividis"  # even steps to the eye, also to a colour-blind one; dark is small, as in the paper
 LOOKS: dict[Any, dict[str, Any]] = {  # Okabe and Ito's colours, as in figures.py, and markers
     "paper": {"color": "#0072B2", "marker": "^"},
     "release": {"color": "#E69F00", "marker": "s"},
@@ -116,10 +117,9 @@ def measure(settings: Settings, r: int, n: int, device: torch.device, warm_up: b
         parts = 1 if isinstance(attention, RMFAttention) or is_cuda(device) else settings.batch
         return [attention(*part) for part in zip(*(x.chunk(parts) for x in data), strict=True)]
 
-    arms: dict[str, nn.Module] = {name: SoftmaxAttention(implementation=name) for name in SOFTMAX}
-    arms |= {f"{sampling} {D}": rmfa(sampling, D, n, r).to(device) for sampling, D in settings.maps(n)}
-    calls = {name: partial(call, arm) for name, arm in arms.items()}
-    exact = torch.cat(call(arms["explicit"]))
+    calls: dict[str, Any] = {name: partial(call, SoftmaxAttention(implementation=name)) for name in SOFTMAX}
+    calls |= {f"{name} {D}": partial(call, rmfa(name, D, n, r).to(device)) for name, D in settings.maps(n)}
+    exact = torch.cat(calls["explicit"]())
     relative_to = scales(exact, data[-1])
 
     def look(name: str, out: list[Tensor]) -> None:
@@ -243,13 +243,10 @@ def _maps(report: Report) -> Drawn:
 
 
 def _heat(panel: Axes, means: pd.DataFrame, unit: str, at_zero: str) -> None:
-    """A row of the map for each D, a column for each length. `at_zero`: the label of the contour at 0, if any.
-
-    The colours have even steps also to a colour-blind eye, and dark is small, as in the paper.
-    """
+    """A row of the map for each D, a column for each length. `at_zero`: the label of the contour at 0, if any."""
     values, where = means.to_numpy(), (means.columns, np.log2(means.index))
     assert panel.figure
-    bar = panel.figure.colorbar(panel.pcolormesh(*where, values, cmap="cividis"), ax=panel, label=unit)
+    bar = panel.figure.colorbar(panel.pcolormesh(*where, values, cmap=COLOURS), ax=panel, label=unit)
     bar.outline.set_visible(False)
     panel.grid(visible=False)
     panel.set_yticks(where[1], means.index.astype(str))

@@ -106,10 +106,8 @@ def load(folder: Path, vocabulary: int) -> Corpus:
         splits[split] = pairs = Pairs(words.encode(german), words.encode(english, BEGIN), english)
         line, side = np.unravel_index(pairs.lengths.argmax(), pairs.lengths.shape)
         if (tokens := pairs.lengths[line, side]) > LONGEST:
-            raise DataError(
-                f"{file}.{LANGUAGES[side]}: line {line + 1} has {tokens:,} tokens, at most {LONGEST:,} fit: "
-                "shorten it or raise --vocabulary"
-            )
+            where = f"{file}.{LANGUAGES[side]}: line {line + 1}"
+            raise DataError(f"{where} has {tokens:,} tokens, at most {LONGEST:,} fit: shorten it or raise --vocabulary")
     fingerprint = _sha256(_sha256(f"{vocabulary} {digest}") + words.tokenizer.to_str())
     return Corpus(splits, words, fingerprint, "multi30k" if digest == MULTI30K else "stand-in")
 

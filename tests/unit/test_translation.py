@@ -18,7 +18,7 @@ import pytest
 import sacrebleu
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from lra_data.base import DataError
 from macformer import RMFAttention, SoftmaxAttention
@@ -65,10 +65,8 @@ def make(name: str, ppsbn: dict[str, bool], seed: int = 0, **more: Any) -> Seq2S
 
 def some_ids(*lengths: int, seed: int = 0) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    for row, length in zip(ids, lengths, strict=True):
-        row[:length] = torch.randint(3, VOCABULARY, (length,), generator=rng)
-    return ids
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=rng) for length in lengths]
+    return nn.utils.rnn.pad_sequence(ids, batch_first=True)
 
 
 def framed(ids: Tensor) -> Tensor:
@@ -115,7 +113,7 @@ def test_padding_has_no_influence(name: str, ppsbn: dict[str, bool]) -> None:
     assert len(expected) == 4 + 9 + 2
     alone = [model(source[i : i + 1, :n], target[i : i + 1, :m]) for i, (n, m) in enumerate([(7, 4), (2, 9), (4, 2)])]
     torch.testing.assert_close(torch.cat(alone), expected, **CLOSE)
-    more = [torch.nn.functional.pad(ids, (0, 5)) for ids in (source, target)]
+    more = [nn.functional.pad(ids, (0, 5)) for ids in (source, target)]
     torch.testing.assert_close(model(*more), expected, **CLOSE)
     with torch.no_grad():
         model.tokens.weight[0] = 1e3
@@ -143,7 +141,7 @@ def test_a_translation_is_greedy_and_does_not_depend_on_its_batch(
 ) -> None:
     """Sources of different lengths in a batch, translations that end at different steps."""
     monkeypatch.setattr(translation, "ROOM", (1, 5))
-    source = torch.nn.functional.pad(some_ids(6, 3, 5, 1, 2), (0, 2))
+    source = nn.functional.pad(some_ids(6, 3, 5, 1, 2), (0, 2))
 
     def ends(found: list[list[int]]) -> int:
         return len({len(written) for written in found if END in written})
@@ -252,9 +250,6 @@ def what_was_learned(record: Record) -> object:
     return record.model_dump(include={"test", "last_test", "history"}, exclude=clock)
 
 
-# Loss and BLEU
-
-
 @both_arms
 def test_scores_are_those_of_slow_definitions(
     ppsbn: dict[str, bool], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
@@ -325,8 +320,7 @@ def test_the_best_epoch_is_tested_and_the_last_one_too(
 
 def test_the_seed_alone_decides(corpus: Corpus) -> None:
     """And both arms see the same batches, from the first one on."""
-    rmfa = partial(RMFAttention, head_dim=8, features=16)
-    for attention in (None, rmfa):
+    for attention in (None, ATTENTIONS["rmfa_exp"]):
         losses = [Training(small(seed=seed), corpus, attention).train_epoch() for seed in (0, 0, 1)]
         assert losses[0] == losses[1] != losses[2]
     seen = []
