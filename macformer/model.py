@@ -45,11 +45,8 @@ class MultiHead(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """Queries of x (B, n, width), keys and values of y (B, m, width), mask (B, m) -> (B, n, heads * head_dim)."""
-        return self.attend_heads(self.to_q(x), self.to_k(y), self.to_v(y), mask, causal)
-
-    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-        """q and result (B, n, heads * head_dim), k and v (B, m, ...), mask (B, m): all between the projections."""
-        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        projected = self.to_q(x), self.to_k(y), self.to_v(y)
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
         if self.pre_q and self.pre_k:
             q, k = self.pre_q(q, mask), self.pre_k(k, mask)
         if not causal:

@@ -111,10 +111,10 @@ def test_the_tests_of_kernels_hold_for_one_of_ones_own(mine: Path, monkeypatch: 
 def test_an_attention_without_a_causal_form_says_so(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(mine)
     attend = MultiHead(8, 2, 4, importlib.import_module("average").AverageAttention, None, None)
-    q, k, v = torch.randn(3, 1, 5, 8)
-    assert attend.attend_heads(q, k, v, None).shape == (1, 5, 8)
+    x = torch.randn(1, 5, 8)
+    assert attend(x, x, None).shape == (1, 5, 8)
     with pytest.raises(ValueError, match=r"^AverageAttention cannot be causal: its forward has no argument `causal`$"):
-        attend.attend_heads(q, k, v, None, causal=True)
+        attend(x, x, None, causal=True)
 
 
 def test_the_floors_are_those_of_the_file() -> None:
