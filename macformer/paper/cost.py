@@ -4,20 +4,18 @@ What the paper's memory column seems to compare is written here as the base code
 Nothing trains with it. Shapes: B batch, H heads, n length, d head width, D features.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lra_data import listops, retrieval, text
 from lra_data.base import TaskSpec
 from macformer.attention import RMFAttention, SoftmaxAttention
-from macformer.bench.models import Trained, full
+from macformer.bench import models
 from macformer.bench.race import race
 from macformer.features import RandomMaclaurin
 from macformer.harness import config as configs
@@ -25,7 +23,7 @@ from macformer.model import Classifier
 from macformer.paper.experiments import MACFORMERS
 from macformer.paper.finding import Finding, Interval, all_between, found, judge, slopes, student
 from macformer.ppsbn import PreSBN
-from macformer.report.cells import BASELINE, PAPER
+from macformer.report.cells import BASELINE, PAPER, TASKS
 
 HEAD_DIM, FEATURES = 64, 128
 AT = {"n": (1024, 2048, 4096, 8192), "d": (32, 64, 128, 256), "D": (256, 512, 1024, 2048)}
@@ -41,29 +39,23 @@ TIMED: dict[str, tuple[Attention, Literal["n", "D"], dict[str, float]]] = {
     "C SDPA quadratic in n": ("sdpa", "n", QUADRATIC),
     "C RMFA at most linear in D": ("rmfa", "D", LINEAR),
 }
-FAR = 1e6  # what a masked logit loses
-FLOOR = 1.0  # of the denominator
 CLOSE = 0.1  # relative: a boolean mask of dropout alone, as CUDA has it, is 6% (docs/log.md)
 EQUAL = 0.0005  # relative: less is not seen in three digits
-SPECS = {"text": text.spec, "listops": listops.spec, "retrieval": retrieval.spec}
 
 
 def cost(effort: int) -> Iterator[Finding]:
     yield products("rmfa")
-    for claim, rounds in measure(ROUNDS * effort).items():
-        yield exponent_of_time(claim, rounds)
+    for claim in TIMED:
+        yield exponent_of_time(claim, measure(claim, ROUNDS * effort))
 
 
-def attention(name: Attention, d: int, D: int, seed: int = 0) -> nn.Module:
+def call(name: Attention, n: int, d: int = HEAD_DIM, D: int = FEATURES, seed: int = 0) -> Callable[[], Tensor]:
+    """The attention of random rows, q and k after pre-SBN; `seed` is that of the features."""
+    q, k, v = (torch.randn(1, 1, n, d, generator=Generator().manual_seed(each)) for each in range(3))
+    q, k = PreSBN(1e-12)(q), PreSBN(1e-12)(k)
     if name == "rmfa":
-        return RMFAttention(d, D, generator=Generator().manual_seed(seed))
-    return SoftmaxAttention(implementation=name)
-
-
-def inputs(n: int, d: int = HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k after pre-SBN, and v."""
-    q, k, v = (torch.randn(1, 1, n, d, generator=Generator().manual_seed(seed)) for seed in range(3))
-    return PreSBN(1e-12)(q), PreSBN(1e-12)(k), v
+        return partial(RMFAttention(d, D, generator=Generator().manual_seed(seed)), q, k, v)
+    return partial(SoftmaxAttention(implementation=name), q, k, v)
 
 
 @torch.no_grad()
@@ -73,7 +65,7 @@ def products(name: Attention) -> Finding:
     def count(n: int = 1024, d: int = HEAD_DIM, D: int = 2048) -> float:
         with FlopCounterMode(display=False) as counter:
             for seed in range(DRAWS):
-                attention(name, d, D, seed)(*inputs(n, d))
+                call(name, n, d, D, seed)()
         return counter.get_total_flops() / DRAWS
 
     counts = {axis: [count(**{axis: x}) for x in at] for axis, at in AT.items()}
@@ -84,49 +76,34 @@ def products(name: Attention) -> Finding:
 
 
 @torch.no_grad()
-def measure(rounds: int) -> dict[str, list[list[float]]]:
-    """Claim -> seconds of a call: a row a round, a column a length or D."""
-    arms = {}
-    for claim, (name, axis, _) in TIMED.items():
-        for x in AT[axis]:
-            n, D = (x, FEATURES) if axis == "n" else (LENGTH, x)
-            arms[f"{claim} {x}"] = partial(attention(name, HEAD_DIM, D), *inputs(n))
-    taken = list(race(lambda number: arms, rounds, torch.device("cpu"), TURN))
-    return {
-        claim: [[seconds[f"{claim} {x}"] for x in AT[axis]] for seconds in taken]
-        for claim, (_, axis, _) in TIMED.items()
-    }
+def measure(claim: str, rounds: int) -> list[list[float]]:
+    """Seconds of a call: a row a round, a column a length or D."""
+    name, axis, _ = TIMED[claim]
+    arms = {str(x): call(name, **({"n": LENGTH} | {axis: x})) for x in AT[axis]}
+    return [[seconds[x] for x in arms] for seconds in race(lambda number: arms, rounds, torch.device("cpu"), TURN)]
 
 
 def exponent_of_time(claim: str, rounds: list[list[float]]) -> Finding:
     _, axis, bounds = TIMED[claim]
-    exponent, at = student(slopes(AT[axis], rounds)), AT[axis]
-    over = f"n = {at[0]:,} to {at[-1]:,}" if axis == "n" else f"D = {at[0]} to {at[-1]:,}, n = {LENGTH:,}"
-    words = {"over": over, "rounds": len(rounds), "d": HEAD_DIM, "D": FEATURES, **bounds}
+    exponent, (first, *_, last) = student(slopes(AT[axis], rounds)), AT[axis]
+    words = {"first": first, "last": last, "n": LENGTH, "rounds": len(rounds), "d": HEAD_DIM, "D": FEATURES, **bounds}
     return found(claim, all_between([exponent], **bounds), {"exponent": exponent, "seconds": rounds}, **words)
 
 
-class StepwiseSoftmax(nn.Module):
-    """Checkpointed softmax attention in which every step makes a new n x n matrix."""
+class StepwiseSoftmax(SoftmaxAttention):
+    """Softmax attention in which every step makes a new n x n matrix."""
 
-    def __init__(self, dropout: float = 0.0):
-        super().__init__()
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool = False) -> Tensor:
-        return checkpoint(self._attend, q, k, v, mask, use_reentrant=False)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, keep: Any) -> Tensor:
         logits = q @ k.mT
         logits = logits / q.shape[-1] ** 0.5  # one name: a matrix is freed when the next one is there
-        logits = logits - FAR * (1 - mask[:, None, None, :].to(q.dtype))
-        return self.drop(logits.softmax(-1)) @ v
+        logits = logits - 1e6 * (1 - keep.to(q.dtype))
+        return nn.functional.dropout(logits.softmax(-1), self.drop.p, self.training) @ v
 
 
 class RunningSum(nn.Module):
     """Causal RMFA, here with the paper's map, that holds the sum over j <= i of Phi(k_j) v_j for every i: O(n D d)."""
 
-    def __init__(self, head_dim: int, features: int = 128):
+    def __init__(self, head_dim: int, features: int):
         super().__init__()
         self.feature_map = RandomMaclaurin(head_dim, features)
 
@@ -135,24 +112,18 @@ class RunningSum(nn.Module):
         phi_k = phi_k * mask[:, None, :, None]
         sums = (phi_k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(2)  # (B, H, n, D, d)
         denominator = (phi_q * phi_k.cumsum(2)).sum(-1, keepdim=True)
-        return (phi_q.unsqueeze(-2) @ sums).squeeze(-2) / denominator.clamp(min=FLOOR)
+        return (phi_q.unsqueeze(-2) @ sums).squeeze(-2) / denominator.clamp(min=1.0)
 
 
-class OneByOne(nn.Module):
-    """A classifier of pairs that encodes the second text after the first one. Ours takes both in one batch."""
-
-    def __init__(self, classifier: Classifier):
-        super().__init__()
-        self.classifier = classifier
-
-    def forward(self, ids: Tensor) -> Tensor:
-        a, b = (self.classifier.encode(texts) for texts in ids.unbind(1))
-        return self.classifier.head(torch.cat([a, b, a * b, a - b], -1))
+def one_by_one(classifier: Classifier, ids: Tensor) -> Tensor:
+    """The logits of pairs, the second text encoded after the first one. Ours takes both in one batch."""
+    a, b = (classifier.encode(texts) for texts in ids.unbind(1))
+    return classifier.head(torch.cat([a, b, a * b, a - b], -1))
 
 
 AS_PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {  # name -> the model that it is, but for its attention
-    "base code": (BASELINE, {"attention": partial(StepwiseSoftmax, 0.1)}),
-    "release": ("macformer_exp", {"attention": partial(RunningSum, 32)}),
+    "base code": (BASELINE, {"attention": partial(StepwiseSoftmax, 0.1, "checkpointed")}),
+    "release": ("macformer_exp", {"attention": partial(RunningSum, 32, FEATURES)}),
 }
 MODELS = (BASELINE, f"{BASELINE}_checkpointed", "rfa", *MACFORMERS, *AS_PUBLISHED)
 
@@ -161,52 +132,45 @@ def model(name: str, spec: TaskSpec) -> nn.Module:
     config, replaced = AS_PUBLISHED.get(name, (name, {}))
     torch.manual_seed(0)
     built = configs.build(configs.compose(f"model={config}"), "model", **asdict(spec), **replaced)
-    return OneByOne(built) if replaced and spec.paired else built
+    if replaced and spec.paired:
+        built.forward = partial(one_by_one, built)
+    return built
 
 
 def peak(name: str, spec: TaskSpec, batch_size: int) -> int:
     """Bytes at the peak of a step at full length."""
     cpu = torch.device("cpu")
-    return Trained(model(name, spec), cpu).estimate_peak(*next(full(spec, 2, spec.length, cpu)), batch_size)
+    batch = next(models.full(spec, 2, spec.length, cpu))
+    return models.Trained(model(name, spec), cpu).estimate_peak(*batch, batch_size)
 
 
-def memory(effort: int) -> Iterator[Finding]:
+def memory(effort: int) -> list[Finding]:
     peaks: dict[str, dict[str, int]] = {}
-    for task, spec_of in SPECS.items():
+    for task in TASKS:
         config = configs.compose(f"task={task}").task
-        spec = spec_of(config.data.length)
+        spec = models.TASKS[task].spec(config.data.length)
         peaks[task] = {name: peak(name, spec, config.batch_size) for name in MODELS}
-        yield of_macformer(task, peaks[task])
-    yield equal(peaks)
-    yield of_rfa(peaks)
+    return compared(peaks)
 
 
-def of_macformer(task: str, peaks: dict[str, int]) -> Finding:
-    """`peaks`: model -> peak bytes of a training step at the paper's batch size."""
-    paper, macformer = PAPER["memory"][task]["macformer_exp"], peaks["macformer_exp"]
-    ours, published = macformer / peaks[BASELINE], peaks["release"] / peaks["base code"]
-    verdict = judge(_close(ours, paper), _close(published, paper))
-    words = {"task": task, "paper": paper, "close": CLOSE, "ours": ours, "published": published}
-    words["checkpointed"] = macformer / peaks[f"{BASELINE}_checkpointed"]
-    words["compares"] = ": that is what the paper seems to compare" * (verdict == "reproduced with a correction")
-    return found("M {task}", verdict, {"peak_bytes": peaks}, **words)
-
-
-def equal(peaks: dict[str, dict[str, int]]) -> Finding:
-    """`peaks`: task -> model -> peak bytes."""
+def compared(peaks: dict[str, dict[str, int]]) -> list[Finding]:
+    """`peaks`: task -> model -> peak bytes of a training step at the paper's batch size."""
+    findings, memory = [], PAPER["memory"]
+    for task, of in peaks.items():
+        paper, macformer = memory[task]["macformer_exp"], of["macformer_exp"]
+        ours, published = macformer / of[BASELINE], of["release"] / of["base code"]
+        verdict = judge(*(abs(ratio / paper - 1) < CLOSE for ratio in (ours, published)))
+        words = {"task": task, "paper": paper, "close": CLOSE, "ours": ours, "published": published}
+        words["checkpointed"] = macformer / of[f"{BASELINE}_checkpointed"]
+        words["compares"] = ": that is what the paper seems to compare" * (verdict == "reproduced with a correction")
+        findings.append(found("M {task}", verdict, {"peak_bytes": of}, **words))
     spread = {task: max(of[m] for m in MACFORMERS) / min(of[m] for m in MACFORMERS) - 1 for task, of in peaks.items()}
-    verdict = judge(max(spread.values()) < EQUAL)
     differences = ", ".join(f"{task} {100 * apart:.2g}%" for task, apart in spread.items())
-    return found("M equal for all kernels", verdict, {"largest_difference": spread}, differences=differences)
+    equal, figures = judge(max(spread.values()) < EQUAL), {"largest_difference": spread}
+    findings.append(found("M equal for all kernels", equal, figures, differences=differences))
 
-
-def of_rfa(peaks: dict[str, dict[str, int]]) -> Finding:
-    ours = {task: of["rfa"] / of[BASELINE] for task, of in peaks.items()}
-    paper = {task: PAPER["memory"][task]["rfa"] for task in peaks}
-    verdict = judge(all(_close(ours[task], paper[task]) for task in peaks))
-    words = {key: " / ".join(f"{x:.3f}" for x in of.values()) for key, of in (("ours", ours), ("paper", paper))}
-    return found("M RFA", verdict, {"ratio": ours}, **words, tasks=" / ".join(peaks), close=CLOSE)
-
-
-def _close(ours: float, paper: float) -> bool:
-    return abs(ours / paper - 1) < CLOSE
+    ours_rfa = {task: of["rfa"] / of[BASELINE] for task, of in peaks.items()}
+    paper_rfa = {task: memory[task]["rfa"] for task in peaks}
+    verdict = judge(all(abs(ours_rfa[task] / paper_rfa[task] - 1) < CLOSE for task in peaks))
+    shown = {key: " / ".join(f"{x:.3f}" for x in of.values()) for key, of in (("ours", ours_rfa), ("paper", paper_rfa))}
+    return [*findings, found("M RFA", verdict, {"ratio": ours_rfa}, **shown, tasks=" / ".join(peaks), close=CLOSE)]

@@ -1,10 +1,7 @@
 """The paper's experiments, judged from files that other commands write; nothing is measured here.
 
-    figure 3   results/figures/rmfa.json, by `make figure-rmfa`
-    figure 4   results/figures/ppsbn.json, by `make figure-ppsbn`
-    table 2    results/runs, by train.py; results/bench/models.json, by `make bench`; the paper's own numbers
-
-Where a file is not there the claim cannot be checked, and the row says so.
+Figure 3 is that of results/figures/rmfa.json, Figure 4 that of results/figures/ppsbn.json, and Table 2 that of
+results/runs, results/bench/models.json and the paper's own numbers. Without the file a claim cannot be checked.
 """
 
 import math
@@ -26,6 +23,7 @@ SOFTMAX: tuple[Literal["explicit"], Literal["sdpa"]] = ("explicit", "sdpa")
 FLAT = 0.05  # an exponent below this is none
 PAPER_WIDTH = 128  # D on LRA
 METRICS4 = {"loss": "loss", "training loss": "train_loss", "perplexity": "perplexity", "BLEU": "bleu"}
+FUSED = f"{BASELINE}_sdpa"
 MACFORMERS = tuple(model for model in MODELS if model.startswith("macformer"))
 
 
@@ -39,56 +37,53 @@ def values(report: Report, cells: list[Report]) -> dict[str, finding.Array]:
 
 def figure3(report: Report | None) -> list[Finding]:
     """`report` as in results/figures/rmfa.json."""
-    fixed: Report = {"flat": FLAT, "D": PAPER_WIDTH}
+    words: Report = {"flat": FLAT, "D": PAPER_WIDTH}
     lengths, features = (report["lengths"], report["features"]) if report else ([], [])
     enough = len(lengths) > 1 and len(features) > 2 and PAPER_WIDTH in features
     if not (report and enough and report["settings"]["repeats"] > 1):
-        return [found(claim, UNCHECKED, {}, **fixed) for claim in finding.WORDS if claim.startswith("F3 ")]
+        return [found(claim, UNCHECKED, {}, **words) for claim in finding.WORDS if claim.startswith("F3 ")]
     batch, repeats = (report["settings"][key] for key in ("batch", "repeats"))
     setting = "as in the paper" if (batch, repeats) == (16, 100) else "quick setting; the paper: 16, 100"
-    fixed["setting"] = f"batch {batch}, {repeats} repeats, {setting}; {_origin(report)}"
+    words["setting"] = f"batch {batch}, {repeats} repeats, {setting}; {_origin(report)}"
     middle = len(features) // 2
-    fixed |= {"first": features[0], "middle": features[middle], "last": features[-1], "longest": lengths[-1]}
+    words |= {"first": features[0], "middle": features[middle], "last": features[-1], "longest": lengths[-1]}
 
-    shape = len(lengths), len(features), repeats
-    grids = {  # kind -> (repeats, lengths, features)
-        kind: each.reshape(shape).transpose(2, 0, 1) for kind, each in values(report, report["cells"]).items()
-    }
-    in_features = {kind: _intervals(lengths, slopes(features, grid)) for kind, grid in grids.items()}
-    in_length = {kind: _intervals(features, slopes(lengths, grid.swapaxes(1, 2))) for kind, grid in grids.items()}
-    drop = grids["nmse"].mean(1)  # over the lengths
-    share = student((drop[:, 0] - drop[:, middle]) / (drop[:, 0] - drop[:, -1]))
-    deviations = grids["deviation"][:, -1]  # at the longest
-    deviation = student(deviations[:, features.index(PAPER_WIDTH)])
-    below = [D for D, mean in zip(features, deviations.mean(0), strict=True) if mean < 1]
-    cells = [(n, D) for n in lengths for D in features]
-    gains = {to: _intervals(cells, np.log10(grids[to]).reshape(repeats, -1)) for to in SOFTMAX}
+    measured, cells = values(report, report["cells"]), [(n, D) for n in lengths for D in features]
+    # kind -> (lengths, features, repeats)
+    grids = {kind: each.reshape(len(lengths), len(features), repeats) for kind, each in measured.items()}
+    in_D = {kind: _intervals(lengths, slopes(features, grid.swapaxes(1, 2))) for kind, grid in grids.items()}
+    in_n = {kind: _intervals(features, slopes(lengths, grid.transpose(1, 2, 0))) for kind, grid in grids.items()}
+    gains = {to: _intervals(cells, np.log10(measured[to])) for to in SOFTMAX}
+    drop = grids["nmse"].mean(0)  # over the lengths
+    share = student((drop[0] - drop[middle]) / (drop[0] - drop[-1]))
+    deviations = dict(zip(features, grids["deviation"][-1], strict=True))  # at the longest
+    deviation = student(deviations[PAPER_WIDTH])
+    below = [D for D, each in deviations.items() if each.mean() < 1]
 
-    def judged(claim: str, of: Collection[Interval], figures: Report, words: Report, **bounds: float) -> Finding:
-        return found(f"F3 {claim}", all_between(of, **bounds), figures, **fixed, **words)
-
-    def exponents(claim: str, of: dict[Any, Interval], over: str, **bounds: float) -> Finding:
-        return judged(claim, of.values(), {"exponents": of}, {"spread": _spread(of, over)}, **bounds)
-
-    growing = {kind: in_length[kind] for kind in ERRORS}
-    growth = {kind: _spread(of, "D") for kind, of in growing.items()} | {"at_last": growing["nmse"][features[-1]]}
+    words |= {f"{kind}_in_D": _spread(of, "lengths") for kind, of in in_D.items()}
+    words |= {f"{kind}_in_n": _spread(of, "D") for kind, of in in_n.items()} | {"at_last": in_n["nmse"][features[-1]]}
+    words |= {f"{to}_faster": _count_faster(of) for to, of in gains.items()}
+    words["enough"] = f"from D = {below[0]} on" if below else "at no D"
+    growth = {kind: in_n[kind] for kind in ERRORS}
     of_cells = {f"log10_acceleration_{to}": [[*at, *i] for at, i in of.items()] for to, of in gains.items()}
-    faster: Report = {to: _count_faster(of) for to, of in gains.items()}
-    where = {"enough": f"from D = {below[0]} on" if below else "at no D"}
+    claims: dict[str, tuple[Report, Collection[Interval], dict[str, float]]] = {  # figures, and what is to be between
+        "error falls with D": ({"exponents": in_D["nmse"]}, in_D["nmse"].values(), {"high": 0}),
+        "diminishing returns": ({"share_at_half": share}, [share], {"low": 0.5}),
+        "error grows with n": ({"exponents": growth}, growth["nmse"].values(), {"low": FLAT}),
+        "replaces attention": ({"deviation": deviation}, [deviation], {"high": 1}),
+        "faster everywhere": (of_cells, gains["explicit"].values(), {"low": 0}),
+        "gain grows with n": ({"exponents": in_n["explicit"]}, in_n["explicit"].values(), {"low": 0}),
+        "gain falls with D": ({"exponents": in_D["explicit"]}, in_D["explicit"].values(), {"high": 0}),
+    }
     return [
-        exponents("error falls with D", in_features["nmse"], "lengths", high=0),
-        judged("diminishing returns", [share], {"share_at_half": share}, {}, low=0.5),
-        judged("error grows with n", growing["nmse"].values(), {"exponents": growing}, growth, low=FLAT),
-        judged("replaces attention", [deviation], {"deviation": deviation}, where, high=1),
-        judged("faster everywhere", gains["explicit"].values(), of_cells, faster, low=0),
-        exponents("gain grows with n", in_length["explicit"], "D", low=0),
-        exponents("gain falls with D", in_features["explicit"], "lengths", high=0),
+        found(f"F3 {claim}", all_between(of, **bounds), figures, **words)
+        for claim, (figures, of, bounds) in claims.items()
     ]
 
 
 def _intervals(keys: Sequence[Any], samples: finding.Array) -> dict[Any, Interval]:
-    """Of (repeats, comparisons): an interval for each comparison, which has a key."""
-    return students(dict(zip(keys, samples.T, strict=True)))
+    """`samples`: (keys, repeats)."""
+    return students(dict(zip(keys, samples, strict=True)))
 
 
 def _origin(report: Report) -> str:
@@ -130,8 +125,8 @@ def figure4(report: Report | None) -> list[Finding]:
     for name, metric in METRICS4.items():
         pairs = [(having[seed][metric], without[seed][metric]) for seed in seeds]
         ours, theirs = np.transpose(pairs)
-        higher, lower = (student(sign * (ours - theirs), len(METRICS4)) for sign in (1, -1))
-        gain, loss = (higher, lower) if metric == "bleu" else (lower, higher)
+        better = ours - theirs if metric == "bleu" else theirs - ours
+        gain, loss = (student(each, len(METRICS4)) for each in (better, -better))
         words["change"] = f"better by {gain:.3g}" if gain.value > 0 else f"worse by {loss:.3g}"
         words |= {"having": ours.mean(), "without": theirs.mean()}
         findings.append(found(f"F4 {name}", all_between([gain], low=0), {"gain": gain, "pairs": pairs}, **words))
@@ -141,39 +136,33 @@ def figure4(report: Report | None) -> list[Finding]:
 def sentence4(report: Report) -> str:
     """Say whether the paper's claim holds, with its statistics."""
     findings = dict(zip(METRICS4, figure4(report), strict=True))
-    claim = "The paper's claim, that ppSBN gives a better loss and BLEU and a slightly better perplexity,"
-    verdict = worst(each["verdict"] for each in findings.values())
-    if verdict == UNCHECKED:
-        return f"{claim} cannot be judged: it takes two seeds or more of both arms."
     against = ", ".join(name for name, each in findings.items() if each["verdict"] == "not reproduced")
-    holds = {"reproduced": "holds here", "not reproduced": f"does not hold here, not in {against}"}
-    says = holds.get(verdict, "cannot be decided here: the intervals allow both")
-    measured, _, setting = zip(*(each["measured"].partition("; ") for each in findings.values()), strict=True)
+    measured, _, (setting, *_) = zip(*(each["measured"].partition("; ") for each in findings.values()), strict=True)
     changes = "; ".join(f"{name} {change}" for name, change in zip(findings, measured, strict=True))
-    sure = f"intervals that hold together with {finding.CONFIDENCE}, by Student's t"
-    return f"{claim} {says} ({setting[0]}; {sure}): {changes}."
+    words = {"against": against, "setting": setting, "confidence": finding.CONFIDENCE, "changes": changes}
+    return finding.WORDS["figure4"][worst(each["verdict"] for each in findings.values())].format_map(words)
 
 
-def table2(table: Table, bench: Report | None) -> list[Finding]:
+def table2(table: Table, bench: Report) -> list[Finding]:
     """`table` is the one of the paper's protocol; `bench` as in results/bench/models.json."""
     columns = {column.task: column for column in table.columns} if not table.conditions else {}
     return [
-        kernels_differ(PAPER["accuracy"], PAPER["test_examples"]),
+        kernels_differ(PAPER["test_examples"]),
         *(time_order(task, bench) for task in TASKS),
         *(time_of_kernels(task, bench) for task in TASKS),
         *(accuracy_order(task, columns.get(task)) for task in TASKS),
     ]
 
 
-def kernels_differ(accuracy: dict[str, dict[str, float]], examples: dict[str, int]) -> Finding:
+def kernels_differ(examples: dict[str, int]) -> Finding:
     """Do the paper's own numbers carry it? A difference counts beyond its test set's error and beyond exp - trigh.
 
     How many seeds the paper has, and their spread, it does not say: that it is not carried does not make it false.
     """
     words, figures, carried = [], {}, []
     pairs = [pair for pair in combinations(MACFORMERS, 2) if set(pair) != set(TWINS)]
-    z = NormalDist().inv_cdf(1 - LEVEL / 2 / (len(pairs) * len(accuracy)))
-    for task, of in accuracy.items():
+    z = NormalDist().inv_cdf(1 - LEVEL / 2 / (len(pairs) * len(TASKS)))
+    for task, of in PAPER["accuracy"].items():
         twins = abs(of[TWINS[0]] - of[TWINS[1]])  # one model twice: what chance alone does
         share = np.mean([of[model] for model in MACFORMERS]) / 100
         error = 100 * z * math.sqrt(2 * share * (1 - share) / examples[task])
@@ -185,15 +174,21 @@ def kernels_differ(accuracy: dict[str, dict[str, float]], examples: dict[str, in
     return found("TAB kernels suit tasks", verdict, figures, differences="; ".join(words))
 
 
-def _race(task: str, bench: Report | None) -> Report:
-    """Of the models at the task's full length, which took turns: a race of runs one after the other is not fair."""
-    races = bench["results"] if bench else []
-    return next((race for race in races if race["setting"] == f"{task}-full"), {"arms": {}})
+def _race(task: str, bench: Report) -> tuple[Report, Report]:
+    """The arms of all models, which took turns at the task's full length, if there are any; and words on the race."""
+    for race in bench["results"]:
+        if race["setting"] == f"{task}-full" and {*MODELS, FUSED} <= race["arms"].keys():
+            softmax, whole = race["arms"][BASELINE], race["batch_size"]
+            words = {"origin": _origin(bench), "rounds": len(softmax["seconds"]), "notes": ""}
+            if (part := min(softmax["examples"])) < whole:
+                words["notes"] = f" (which took {part} of {whole} examples, its time scaled)"
+            return race["arms"], words
+    return {}, {}
 
 
-def _times(race: Report, model: str, other: str) -> Interval:
+def _times(arms: Report, model: str, other: str) -> Interval:
     """The median, lowest and highest of the ratios within each round."""
-    ratios = np.divide(race["arms"][model]["seconds"], race["arms"][other]["seconds"])
+    ratios = np.divide(arms[model]["seconds"], arms[other]["seconds"])
     return Interval(float(np.median(ratios)), float(ratios.min()), float(ratios.max()))
 
 
@@ -207,42 +202,33 @@ def _models_above(task: str, measure: str) -> list[str]:
     return [model for model in MODELS[1:] if paper[model] > paper[BASELINE]]
 
 
-def time_order(task: str, bench: Report | None) -> Finding:
-    slower, race, fused = _models_above(task, "time"), _race(task, bench), f"{BASELINE}_sdpa"
-    words: Report = {"task": task, "but": f", but {', '.join(slower)}" if slower else ""}
-    against = BASELINE if BASELINE in race["arms"] else f"{BASELINE}_checkpointed"
-    if not bench or not {against, *MODELS[1:]} <= race["arms"].keys():
+def time_order(task: str, bench: Report) -> Finding:
+    slower, (arms, words) = _models_above(task, "time"), _race(task, bench)
+    words |= {"task": task, "but": f", but {', '.join(slower)}" if slower else ""}
+    if not arms:
         return found("TAB time, {task}", UNCHECKED, {}, **words)
-    shares = {model: _times(race, model, against) for model in MODELS[1:]}
+    shares, of_fused = ({model: _times(arms, model, to) for model in MODELS[1:]} for to in (BASELINE, FUSED))
     verdicts = {model: _above(share, model in slower, than=1) for model, share in shares.items()}
-    figures: Report = {model: {"median": i.value, "low": i.low, "high": i.high} for model, i in shares.items()}
-    notes, arm = "", race["arms"][against]
-    fewest = min(arm.get("examples", [race["batch_size"]]))  # races of older versions took whole batches alone
-    if fewest < race["batch_size"]:
-        notes = f" (which took {fewest} of {race['batch_size']} examples, its time scaled)"
-    if fused in race["arms"]:
-        of_fused = {model: _times(race, model, fused).value for model in MODELS[1:]}
-        figures = {model: of | {"of_sdpa": of_fused[model]} for model, of in figures.items()}
-        notes += f", in the median {min(of_fused.values()):.2f} to {max(of_fused.values()):.2f} of {fused}'s"
+    figures: Report = {m: share.figures("median") | {"of_sdpa": of_fused[m].value} for m, share in shares.items()}
+    medians = [i.value for i in of_fused.values()]
+    words["notes"] += f", in the median {min(medians):.2f} to {max(medians):.2f} of {FUSED}'s"
     if wrong := [model for model, verdict in verdicts.items() if verdict == "not reproduced"]:
-        notes += f"; otherwise than in the paper: {', '.join(wrong)}"
-    words |= {"against": against, "notes": notes, "origin": _origin(bench), "rounds": len(arm["seconds"])}
+        words["notes"] += f"; otherwise than in the paper: {', '.join(wrong)}"
     words |= {"low": min(i.low for i in shares.values()), "high": max(i.high for i in shares.values())}
-    return found("TAB time, {task}", worst(verdicts.values()), figures | {"against": against}, **words)
+    return found("TAB time, {task}", worst(verdicts.values()), figures | {"against": BASELINE}, **words)
 
 
-def time_of_kernels(task: str, bench: Report | None) -> Finding:
+def time_of_kernels(task: str, bench: Report) -> Finding:
     """The paper's slowest kernel against its fastest one: is our ratio of the two nearer to the paper's, or to 1?"""
-    times, race = PAPER["time"][task], _race(task, bench)
-    fast, slow = (choose(MACFORMERS, key=lambda model: times[model]) for choose in (min, max))
+    times, (arms, words) = PAPER["time"][task], _race(task, bench)
+    fast, slow = (choose(MACFORMERS, key=times.__getitem__) for choose in (min, max))
     paper, same = times[slow] / times[fast], " (one kernel under two names)" if {fast, slow} == set(TWINS) else ""
-    words = {"task": task, "fast": fast, "slow": slow, "paper": paper, "same": same}
-    if not bench or not {fast, slow} <= race["arms"].keys():
+    words |= {"task": task, "fast": fast, "slow": slow, "paper": paper, "same": same, "halfway": paper**0.5}
+    if not arms:
         return found("TAB time of kernels, {task}", UNCHECKED, {}, **words)
-    ratio, rounds = _times(race, slow, fast), len(race["arms"][slow]["seconds"])
-    figures = {"median": ratio.value, "low": ratio.low, "high": ratio.high}
-    words |= {"ratio": ratio, "rounds": rounds, "halfway": paper**0.5, "origin": _origin(bench)}
-    return found("TAB time of kernels, {task}", all_between([ratio], low=paper**0.5), figures, **words)
+    ratio = _times(arms, slow, fast)
+    verdict = all_between([ratio], low=paper**0.5)
+    return found("TAB time of kernels, {task}", verdict, ratio.figures("median"), ratio=ratio, **words)
 
 
 def accuracy_order(task: str, column: Column | None) -> Finding:

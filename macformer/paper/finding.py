@@ -4,39 +4,32 @@ import math
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special  # not scipy.stats, which takes a second to import
 
 Array = NDArray[np.float64]
-Verdict = Literal[
-    "reproduced", "reproduced with a correction", "not reproduced", "inconclusive", "cannot be checked here"
+Verdict = Literal[  # the worst first
+    "not reproduced", "inconclusive", "cannot be checked here", "reproduced with a correction", "reproduced"
 ]
-MEANING: dict[Verdict, str] = {
-    "reproduced": "what was measured is what the paper says",
-    "reproduced with a correction": "not as it is printed; what the row says instead was measured to hold",
-    "not reproduced": "what was measured contradicts it",
-    "inconclusive": "the intervals allow both",
-    "cannot be checked here": "what it takes is not there; the row says what",
-}
 UNCHECKED: Verdict = "cannot be checked here"
 Finding = dict[str, Any]  # one row of results/claims.md, as results/claims.json has it; words.toml explains its texts
+TEXTS = ("id", "where", "claim", "measured", "verdict", "command")
 LEVEL = 0.001  # how often any interval of one finding may miss its true value
 CONFIDENCE = f"{100 * (1 - LEVEL):g}%"
 WORDS = tomllib.loads((Path(__file__).parent / "words.toml").read_text())
+MEANING: dict[Verdict, str] = WORDS["verdicts"]
 
 
 def found(claim: str, verdict: Verdict, figures: dict[str, Any], /, **words: Any) -> Finding:
     """Fill in the texts of this claim in words.toml with `figures`, which the JSON holds as well, and `words`."""
     group = claim.split()[0]
     own = {"command": f"python -m scripts.claims {group}", "clock": False} | WORDS.get(group, {}) | WORDS[claim]
-    measured = own["lacks" if verdict == UNCHECKED else "measured"]
-    texts = {"id": claim, "where": own["where"], "claim": own["claim"], "measured": measured}
-    texts |= {"verdict": verdict, "command": own["command"]}
-    filled = {key: text.format_map(figures | words) for key, text in texts.items()}
-    return filled | {"figures": figures, "clock": own["clock"]}
+    own |= {"id": claim, "verdict": verdict, "measured": own["lacks" if verdict == UNCHECKED else "measured"]}
+    texts = {key: own[key].format_map(figures | words) for key in TEXTS}
+    return texts | {"figures": figures, "clock": own["clock"]}
 
 
 class Interval(NamedTuple):
@@ -49,6 +42,9 @@ class Interval(NamedTuple):
         bounds, unit = spec.lstrip("+").removesuffix("%"), "%" * spec.endswith("%")
         value, low, high = (100 * x if unit else x for x in self)
         return f"{value:{spec.removesuffix('%')}}{unit} ({low:{bounds}} to {high:{bounds}}{unit})"
+
+    def figures(self, name: str) -> dict[str, float]:
+        return {name: self.value, "low": self.low, "high": self.high}
 
 
 def student(samples: ArrayLike, comparisons: int = 1) -> Interval:
@@ -100,8 +96,7 @@ def is_zero(interval: Interval, margin: float) -> Verdict:
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict of a claim that is made of all these."""
-    order = ("not reproduced", "inconclusive", "cannot be checked here", "reproduced with a correction", "reproduced")
-    return min(verdicts, key=order.index)
+    return min(verdicts, key=get_args(Verdict).index)
 
 
 def rounded(value: Any) -> Any:

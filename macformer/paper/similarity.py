@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from itertools import combinations
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
 from macformer.attention import KernelAttention, RMFAttention
 from macformer.features import RandomMaclaurin, Sampling
-from macformer.kernels import KERNELS, Kernel
+from macformer.kernels import KERNELS
 from macformer.paper.finding import Finding, found, judge, students
 from macformer.ppsbn import PreSBN
 
@@ -36,22 +37,17 @@ def similarity(effort: int) -> list[Finding]:
     return [*series, duplicate_kernels(), domain(), apart(repeats=10 * effort)]
 
 
-def series(kernel: Kernel, degrees: int) -> list[float]:
-    """a_0, a_1, ... from K itself: a_N is the mean of K(z) / z^N over a circle around 0."""
-    circle = torch.exp(2j * math.pi * torch.arange(POINTS, dtype=torch.float64) / POINTS)
-    z = min(0.5 * kernel.radius, 4.0) * circle
-    return [float((kernel.value(z) / z**N).mean().real) for N in range(degrees)]
-
-
 def coefficients(name: str, formula: str, printed: Callable[[int], float | None]) -> Finding:
-    """Judge the printed formula of a_N, which is None where it divides by zero."""
+    """Judge the printed formula of a_N, which is None where it divides by zero.
 
-    def equal(value: float | None, N: int) -> bool:
-        return value is not None and math.isclose(value, truth[N], rel_tol=1e-9)
-
-    truth, given = series(KERNELS[name], DEGREES), [printed(N) for N in range(DEGREES)]
-    wrong = [N for N in range(DEGREES) if not equal(given[N], N)]
-    ours = all(equal(KERNELS[name].coefficient(N), N) for N in range(DEGREES))
+    From K itself a_N is the mean of K(z) / z^N over a circle around 0.
+    """
+    kernel, degrees = KERNELS[name], range(DEGREES)
+    z = min(0.5 * kernel.radius, 4.0) * torch.exp(2j * math.pi * torch.arange(POINTS, dtype=torch.float64) / POINTS)
+    truth = [float((kernel.value(z) / z**N).mean().real) for N in degrees]
+    given = [printed(N) for N in degrees]
+    wrong = np.flatnonzero(~np.isclose(np.array(given, float), truth, 1e-9, 0)).tolist()  # None is not close
+    ours = np.allclose([kernel.coefficient(N) for N in degrees], truth, 1e-9, 0)
     says, shown = "it is the series", ["a division by zero" if value is None else f"{value:.4g}" for value in given]
     if wrong:
         says = f"wrong at degrees {', '.join(map(str, wrong[:4]))}{', ...' * (len(wrong) > 4)}: "

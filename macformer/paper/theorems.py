@@ -55,15 +55,13 @@ def theorem1(effort: int) -> Iterator[Finding]:
 
 
 def kernel_estimate(kernels: tuple[str, ...], chunks: int) -> Finding:
-    errors = {(kernel, t): each - 1 for kernel in kernels for t, each in _relative(kernel, chunks).items()}
-    figures, verdicts = [], []
-    for (kernel, t), bias in students(errors).items():
-        figures.append({"kernel": kernel, "t": t, "relative_bias": bias.value, "low": bias.low, "high": bias.high})
-        verdicts.append(is_zero(bias, UNBIASED))
+    biases = students({(kernel, t): each - 1 for kernel in kernels for t, each in _relative(kernel, chunks).items()})
+    figures = [{"kernel": kernel, "t": t} | bias.figures("relative_bias") for (kernel, t), bias in biases.items()]
+    verdicts = [is_zero(bias, UNBIASED) for bias in biases.values()]
     words: dict[str, Any] = {"features": chunks * FEATURES, "logits": len(COSINES), "d": HEAD_DIM, "margin": UNBIASED}
     words |= {"total": len(verdicts), "missed": verdicts.count("not reproduced")}
     words["largest"] = max(figures, key=lambda figure: abs(figure["relative_bias"]))
-    words["widest"] = max(figure["high"] - figure["low"] for figure in figures) / 2
+    words["widest"] = max(bias.high - bias.low for bias in biases.values()) / 2
     return found("T1 kernel estimate", worst(verdicts), {"intervals": figures}, **words)
 
 
@@ -105,16 +103,15 @@ def sums(kernel: str, chunks: int) -> list[Finding]:
                 samples[name][D].append(squared_bias(estimates[name] - truth, truth))
     squares = {name: students(each) for name, each in samples.items()}
     biases = {name: {D: Interval(*np.sqrt(np.maximum(x, 0))) for D, x in of.items()} for name, of in squares.items()}
-    findings, D = [], WIDTHS[1]
+    findings, (least, D, *_, most), bias = [], WIDTHS, biases["ratio"]
     for name in ("numerator", "denominator"):
-        verdict, bias = is_zero(squares[name][D], UNBIASED**2), biases[name]
-        findings.append(found(f"T1 {name}", verdict, {"relative_bias": bias}, D=D, bias=bias[D], draws=maps[D]))
+        verdict, words = is_zero(squares[name][D], UNBIASED**2), {"D": D, "bias": biases[name][D], "draws": maps[D]}
+        findings.append(found(f"T1 {name}", verdict, {"relative_bias": biases[name]}, **words))
 
-    (least, *_, most), bias, square = WIDTHS, biases["ratio"], squares["ratio"]
     ends = bias[least].value, bias[most].value
-    exponent = math.log(ends[1] / ends[0]) / math.log(most / least) if min(ends) > 0 else 0.0
-    verdict = worst(is_zero(each, UNBIASED**2) for each in square.values())
-    vanishes = square[most].high < square[least].low and bias[most].high < UNBIASED
+    exponent = math.log(ends[1] / ends[0], most / least) if min(ends) > 0 else 0.0
+    vanishes = squares["ratio"][most].high < squares["ratio"][least].low and bias[most].high < UNBIASED
+    verdict = worst(is_zero(each, UNBIASED**2) for each in squares["ratio"].values())
     if verdict == "not reproduced" and vanishes:
         verdict = "reproduced with a correction"
     figures = {"relative_bias": bias, "exponent_of_D": exponent, "draws": maps, "denominators_not_positive": negative}
@@ -139,33 +136,33 @@ def squared_bias(errors: Tensor, truth: Tensor) -> float:
 Case = tuple[Tensor, Tensor, Tensor]  # one query (1, d), n keys (n, d), and a value |v| <= 1 for each (n,)
 
 
-def random_case(size: float = 1.0) -> Case:
+def random_case() -> Case:
     rng = Generator().manual_seed(2)
-    q, k = (PRE_SBN(torch.randn(rows, HEAD_DIM, generator=rng)) * size for rows in (1, 32))
+    q, k = (PRE_SBN(torch.randn(rows, HEAD_DIM, generator=rng)) for rows in (1, 32))
     return q, k, 2 * torch.rand(32, generator=rng) - 1
 
 
-def aligned_case(size: float = 1.0, d: int = HEAD_DIM) -> Case:
+def aligned_case(d: int = HEAD_DIM) -> Case:
     """Half of the keys have the query's direction and the value 1, half the opposite one and -1."""
     # Pre-SBN would centre a row of one number to zero.
-    row = size * (PRE_SBN(torch.randn(1, d, generator=Generator().manual_seed(2))) if d > 1 else torch.ones(1, 1))
+    row = PRE_SBN(torch.randn(1, d, generator=Generator().manual_seed(2))) if d > 1 else torch.ones(1, 1)
     signs = torch.tensor([1.0, -1.0]).repeat(16)
     return row, signs.unsqueeze(1) * row, signs
 
 
 def theorem2(effort: int) -> Iterator[Finding]:
     """The tail bound 2D exp(-D eps^2 / 2L^2) with L = 1, where |v| <= 1 (erratum 5)."""
-    chunks, longer = 32 * effort, HEAD_DIM**0.25  # rows of this length have logits up to 1
-    yield bound_holds("T2 random rows", random_case(), chunks, random_case(longer))
-    yield bound_holds("T2 aligned rows", aligned_case(), chunks, aligned_case(longer))
-    yield bound_holds("T2 aligned rows, d = 1", aligned_case(d=1), chunks)
-    yield premise(random_case(), chunks)
+    yield bound_holds("T2 random rows", random_case(), 32 * effort)
+    yield bound_holds("T2 aligned rows", aligned_case(), 32 * effort)
+    yield bound_holds("T2 aligned rows, d = 1", aligned_case(d=1), 32 * effort)
+    yield premise(random_case(), 32 * effort)
 
 
-def bound_holds(claim: str, case: Case, chunks: int, longer: Case | None = None) -> Finding:
-    """Judge by `case`. The sentence has the tails of `longer` rows, with logits up to 1, as well."""
-    beyond, of_longer = tails(case, chunks), longer and tails(longer, chunks)
-    words = beyond[-1] | {"d": case[0].shape[-1], "below": 100 - 100 * beyond[-1]["bound"]}
+def bound_holds(claim: str, case: Case, chunks: int) -> Finding:
+    """Judge by `case`. The sentence has the tails of longer rows, with logits up to 1, as well."""
+    (q, k, v), d = case, case[0].shape[-1]
+    beyond, of_longer = tails(case, chunks), tails((q * d**0.25, k * d**0.25, v), chunks) if d > 1 else None
+    words = beyond[-1] | {"d": d, "below": 100 - 100 * beyond[-1]["bound"]}
     words |= {"violations": _violations(beyond), "longer": _violations(of_longer or [])}
     verdict = worst(tail["verdict"] for tail in beyond)
     return found(claim, verdict, {"tails": beyond, "tails_of_logits_to_1": of_longer}, **words)
@@ -183,8 +180,7 @@ def tails(case: Case, chunks: int) -> list[dict[str, Any]]:
             beyond = binomial(int((errors > eps).sum()), len(errors), len(BOUND_WIDTHS) * len(TAILS))
             quantile = float(errors.kthvalue(math.ceil((1 - bound) * len(errors))).values)
             tail = {"D": D, "eps": eps, "bound": bound, "draws": len(errors), "quantile": quantile}
-            tail |= {"beyond": beyond.value, "low": beyond.low, "high": beyond.high}
-            tails.append(tail | {"verdict": all_between([beyond], high=bound)})
+            tails.append(tail | beyond.figures("beyond") | {"verdict": all_between([beyond], high=bound)})
     return tails
 
 
@@ -193,11 +189,12 @@ def _violations(tails: list[dict[str, Any]]) -> str:
     if not above:
         return f"none of {len(tails)} tails is above the bound"
     at = ", ".join(dict.fromkeys(str(tail["D"]) for tail in above))
-    highest = max(above, key=lambda tail: tail["low"] / tail["bound"])
+    tail = max(above, key=lambda tail: tail["low"] / tail["bound"])
+    share = (
+        f"{100 * tail['beyond']:.2g}% are beyond eps = {tail['eps']:.2f} L, where it allows {100 * tail['bound']:g}%"
+    )
     return (
-        f"{len(above)} of {len(tails)} tails are above the bound (at D = {at}), most of all at D = {highest['D']}: "
-        f"{100 * highest['beyond']:.2g}% are beyond eps = {highest['eps']:.2f} L, where it allows "
-        f"{100 * highest['bound']:g}%"
+        f"{len(above)} of {len(tails)} tails are above the bound (at D = {at}), most of all at D = {tail['D']}: {share}"
     )
 
 
@@ -217,11 +214,8 @@ def _outputs(case: Case, widths: Sequence[int], chunks: int) -> dict[int, Tensor
 
 def premise(case: Case, chunks: int) -> Finding:
     """The proof needs it of the ratio of a single feature, D = 1: that is what it puts Hoeffding's inequality on."""
-    widths = (1, *BOUND_WIDTHS)
-    outside = {
-        D: binomial(int((outputs.abs() > 1 + 1e-4).sum()), len(outputs), len(widths))  # but for rounding
-        for D, outputs in _outputs(case, widths, chunks).items()
-    }
+    outputs, limit = _outputs(case, (1, *BOUND_WIDTHS), chunks), 1 + 1e-4  # but for rounding
+    outside = {D: binomial(int((out.abs() > limit).sum()), len(out), len(outputs)) for D, out in outputs.items()}
     shares = ", ".join(f"{share:.2g%} at D = {D}" for D, share in outside.items())
     verdict = all_between(outside.values(), high=RARE)
     return found("T2 premise of the proof", verdict, {"share_outside": outside}, d=HEAD_DIM, outside=shares, rare=RARE)
@@ -292,6 +286,7 @@ def restored(claim: str, values: Make, raw: Make, repeats: int) -> Finding:
     return found(claim, verdict, figures, median_beta=median(betas), left=mean(sizes), margin=RESTORED)
 
 
+@torch.no_grad()
 def fitted_power(given: Tensor, target: Tensor) -> PostSBN:
     """Post-SBN with the gamma and beta of least squares for each channel: of many betas, each with its best gamma.
 
@@ -303,9 +298,7 @@ def fitted_power(given: Tensor, target: Tensor) -> PostSBN:
     powers = x.sign() * (x / size).abs() ** betas
     c = ((powers * y).sum(-1) / powers.square().sum(-1)).clamp(min=1e-300)  # gamma is positive
     best = (c.unsqueeze(-1) * powers - y).square().sum(-1).argmin(0)  # (d,)
-    post = PostSBN(1, len(x)).to(given)
-    with torch.no_grad():
-        beta = betas[best, 0, 0]
-        post.log_beta.copy_(beta.log())
-        post.log_gamma.copy_(c.gather(0, best.unsqueeze(0))[0].log() / beta - size[:, 0].log())
+    beta, post = betas[best, 0, 0], PostSBN(1, len(x)).to(given)
+    post.log_beta.copy_(beta.log())
+    post.log_gamma.copy_(c.gather(0, best.unsqueeze(0))[0].log() / beta - size[:, 0].log())
     return post
