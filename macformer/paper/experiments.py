@@ -207,11 +207,11 @@ def time_order(task: str, bench: Report) -> Finding:
     words |= {"task": task, "but": f", but {', '.join(slower)}" if slower else ""}
     if not arms:
         return found("TAB time, {task}", UNCHECKED, {}, **words)
-    shares, of_fused = ({model: _times(arms, model, to) for model in MODELS[1:]} for to in (BASELINE, FUSED))
+    shares = {model: _times(arms, model, BASELINE) for model in MODELS[1:]}
     verdicts = {model: _above(share, model in slower, than=1) for model, share in shares.items()}
-    figures: Report = {m: share.figures("median") | {"of_sdpa": of_fused[m].value} for m, share in shares.items()}
-    medians = [i.value for i in of_fused.values()]
-    words["notes"] += f", in the median {min(medians):.2f} to {max(medians):.2f} of {FUSED}'s"
+    medians = {model: _times(arms, model, FUSED).value for model in shares}
+    figures: Report = {m: share.figures("median") | {"of_sdpa": medians[m]} for m, share in shares.items()}
+    words["notes"] += f", in the median {min(medians.values()):.2f} to {max(medians.values()):.2f} of {FUSED}'s"
     if wrong := [model for model, verdict in verdicts.items() if verdict == "not reproduced"]:
         words["notes"] += f"; otherwise than in the paper: {', '.join(wrong)}"
     words |= {"low": min(i.low for i in shares.values()), "high": max(i.high for i in shares.values())}
@@ -235,8 +235,7 @@ def accuracy_order(task: str, column: Column | None) -> Finding:
     above, paper = _models_above(task, "accuracy"), PAPER["accuracy"][task]
     below = [model for model in MODELS[1:] if model not in above]
     cells = {model: column.cells[model] for model in MODELS[1:]} if column else {}
-    versus = {model: cell.versus for model, cell in cells.items() if cell.versus}
-    figures = {model: Interval(each.difference, each.low, each.high) for model, each in versus.items()}
+    figures = {m: Interval(v.difference, v.low, v.high) for m, cell in cells.items() if (v := cell.versus)}
     verdicts = [
         _above(figures[model], model in above) if cell.supported else "inconclusive" for model, cell in cells.items()
     ]
