@@ -45,16 +45,15 @@ def main() -> None:
     own = options.config_dir.absolute()
     known = sorted({file.stem for folder in (CONFIGS, own) for file in folder.glob("task/*.yaml")})
     tasks = [word for word in options.words if "=" not in word] or known
-    overrides = [word for word in options.words if "=" in word]
-    searched = [f"hydra.searchpath=[{own.as_uri()}]"]
+    overrides = [f"hydra.searchpath=[{own.as_uri()}]", *(word for word in options.words if "=" in word)]
     try:
         if unknown := set(tasks) - set(known):
             raise DataError(f"task={min(unknown)} is not known; choose of {', '.join(known)}")
         if options.command == "doctor":
-            ready = [doctor(name, overrides, searched) for name in tasks]
+            ready = [doctor(name, overrides) for name in tasks]
             sys.exit(0 if all(ready) else 1)
         for name in tasks:
-            _, task = load(name, overrides + searched)
+            task = load(compose_task(name, overrides))
             if options.command == "show":
                 show(name, task, options.split, options.index)
             else:
@@ -67,22 +66,21 @@ def main() -> None:
         sys.exit(130)
 
 
-def composed(name: str, overrides: list[str]) -> DictConfig:
+def compose_task(name: str, overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("train", [f"task={name}", *overrides])
 
 
-def load(name: str, overrides: list[str]) -> tuple[DictConfig, Task]:
+def load(config: DictConfig) -> Task:
     """The data that `python train.py task=NAME ...` would use, made first if need be."""
-    config = composed(name, overrides)
     make = instantiate(config.task.data, _partial_=True, _convert_="all")
-    places = {"folder": config.paths.data, "origin": config.paths.get(name)}
+    places = {"folder": config.paths.data, "origin": config.paths.get(config.task.name)}
     try:
-        return config, make(**{key: places[key] for key in places if key in signature(make.func).parameters})
+        return make(**{key: places[key] for key in places if key in signature(make.func).parameters})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        where = {"folder": "paths.data", "origin": f"paths.{name}"}.get(key, f"task.data.{key}")
+        where = {"folder": "paths.data", "origin": f"paths.{config.task.name}"}.get(key, f"task.data.{key}")
         value = "" if first["type"] == "missing_argument" else f"={first['input']}"
         raise DataError(f"{where}{value}: {first['msg']}") from None
 
@@ -100,25 +98,27 @@ def show(name: str, task: Task, split: str, index: int) -> None:
         print(f"\ntext:\n{task.decode(text)}")
 
 
-def doctor(name: str, overrides: list[str], searched: list[str]) -> bool:
+def doctor(name: str, overrides: list[str]) -> bool:
     """Reports on the task under each protocol and keeps what the baselines reach; False if it is not ready."""
     seen: set[str] = set()
-    chosen = any(word.startswith("protocol=") for word in overrides)
-    for protocol in [[]] if chosen else [["protocol=paper"], ["protocol=clean"]]:
+    for protocol in ("protocol=paper", "protocol=clean"):  # if you give one, it outdoes both
+        words = [protocol, *overrides]
+        config = compose_task(name, words)
         try:
-            config, task = load(name, protocol + overrides + searched)
+            task = load(config)
         except (DataError, OSError) as error:
-            print(f"{', '.join([name, *protocol])}: NOT READY. {error}\n")
+            print(f"{name}, protocol={config.protocol.name}: NOT READY. {error}\n")
             return False
         if task.fingerprint not in seen:  # some protocols do not change a task
-            usual = composed(name, [f"protocol={config.protocol.name}", *searched])
-            whole = config.task.data == usual.task.data  # as the YAML files have the data, not shortened
-            _examine(name, config.protocol.name, task, whole, Path(config.paths.results) / "floors.json")
+            usual = compose_task(name, [word for word in words if word.startswith(("protocol=", "hydra."))])
+            _examine(config, task, whole=config.task.data == usual.task.data)
         seen.add(task.fingerprint)
     return True
 
 
-def _examine(name: str, protocol: str, task: Task, whole: bool, file: Path) -> None:
+def _examine(config: DictConfig, task: Task, whole: bool) -> None:
+    """`whole`: the data are as the YAML files have them, not shortened."""
+    name, protocol, file = config.task.name, config.protocol.name, Path(config.paths.results) / "floors.json"
     made = f"Source: {task.source}, made from {task.manifest.origin}; fingerprint {task.fingerprint[:8]}"
     print(f"{name}, protocol={protocol}: ready. {made}")
     print(f"  {task.home} (data version {DATA_VERSION}); the sha256 of every split is that of its manifest")

@@ -13,8 +13,8 @@ import io
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -50,7 +50,6 @@ class PerSplit(TypedDict, Generic[T]):
 
 Sizes = PerSplit[PositiveInt]  # so many examples of each split
 Caps = PerSplit[PositiveInt | None]  # at most so many; null = all
-ALL: Caps = {"train": None, "dev": None, "test": None}
 
 
 class Packed(BaseModel):
@@ -91,8 +90,7 @@ class TaskSpec:
 class Split:
     """Packed examples of one text each, or of two (`sides`)."""
 
-    tokens: NDArray[np.uint8]  # of all texts, end to end
-    windows: NDArray[np.uint8]  # a view: row i is the padded length of tokens from token i on
+    windows: NDArray[np.uint8]  # a view of all texts, end to end: row i is the padded length of tokens from token i on
     starts: NDArray[np.int64]  # (examples, sides): where each text begins
     sizes: NDArray[np.int64]  # (examples, sides): its tokens
     labels: NDArray[np.uint8]
@@ -109,7 +107,7 @@ class Split:
     def texts(self, index: int) -> list[NDArray[np.uint8]]:
         """The stored bytes of one example: one text or two."""
         sides = zip(self.starts[index].tolist(), self.sizes[index].tolist(), strict=True)
-        return [self.tokens[start : start + size] for start, size in sides]
+        return [self.windows[start, :size] for start, size in sides]
 
     def batch(self, indices: NDArray[np.int64], trim: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """ids (B, n), or (B, 2, n) for pairs, padded with 0; labels (B,).
@@ -234,11 +232,19 @@ def cached(
         raise missing
 
     def opened() -> Task:
+        if not (file := home / "manifest.json").exists():
+            raise _Outdated
         try:
-            manifest = _manifest(home, origin, stamps)
+            manifest = Manifest.model_validate_json(file.read_bytes())
+            if manifest.data_version != DATA_VERSION:
+                raise _Outdated(f"is of data version {manifest.data_version}, this is {DATA_VERSION}")
+            if origin and manifest.origin != origin:
+                raise _Outdated(f"was made from {manifest.origin}, not from {origin}")
+            if changed := [title for title, stamp in stamps.items() if manifest.files.get(title) != stamp]:
+                raise _Outdated(f"was made from another {', '.join(changed)}")
             splits: Any = {split: _open(home / split, spec, manifest.splits[split].sha256) for split in SPLITS}
         except (OSError, ValueError) as error:
-            what = f"the packed data in {home} are damaged ({error})"
+            what = f"the packed data in {home} are damaged ({' '.join(str(error).split())})"
             raise DataError(f"{what}: delete that folder, and they will be made anew") from None
         return Task(spec, splits, manifest, home, decode)
 
@@ -256,39 +262,19 @@ def cached(
         return opened()
 
 
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
+def lock(path: Path) -> AbstractContextManager[FileLock]:
     """No other process makes `path` meanwhile. The empty lock file stays: removed, it could be locked twice."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        held = file.acquire(timeout=0.5)
+        return file.acquire(timeout=0.5)
     except Timeout:
         print(f"another run is making {path}: waiting for it")
-        held = file.acquire()
-    with held:
-        yield
+        return file.acquire()
 
 
 class _Outdated(Exception):
     """Why packed data must be made anew; empty if there are none."""
-
-
-def _manifest(home: Path, origin: str | None, stamps: dict[str, list[int]]) -> Manifest:
-    try:
-        content = json.loads((home / "manifest.json").read_text())
-        if content["data_version"] != DATA_VERSION:
-            raise _Outdated(f"is of data version {content['data_version']}, this is {DATA_VERSION}")
-        manifest = Manifest.model_validate(content)
-    except FileNotFoundError:
-        raise _Outdated from None
-    except (ValueError, TypeError, KeyError):
-        raise ValueError("manifest.json is no manifest") from None
-    if origin and manifest.origin != origin:
-        raise _Outdated(f"was made from {manifest.origin}, not from {origin}")
-    if changed := [title for title, stamp in stamps.items() if manifest.files.get(title) != stamp]:
-        raise _Outdated(f"was made from another {', '.join(changed)}")
-    return manifest
 
 
 def _open(stem: Path, spec: TaskSpec, expected: str) -> Split:
@@ -298,7 +284,7 @@ def _open(stem: Path, spec: TaskSpec, expected: str) -> Split:
     offsets, labels = (np.load(io.BytesIO(array)) for array in arrays)
     starts, sizes = (array.reshape(len(labels), -1) for array in (offsets[:-1], np.diff(offsets)))
     check_length(spec.length, int(sizes.max()))
-    return Split(tokens[: offsets[-1]], sliding_window_view(tokens, spec.length), starts, sizes, labels, spec)
+    return Split(sliding_window_view(tokens, spec.length), starts, sizes, labels, spec)
 
 
 def check_length(length: int, longest: int) -> None:

@@ -53,7 +53,7 @@ def nothing(split: Split) -> NDArray[np.int64]:
 
 
 def root_operator(split: Split) -> NDArray[np.uint8]:
-    return split.tokens[split.starts]
+    return split.windows[split.starts, 0]
 
 
 def root_and_digits(split: Split) -> NDArray[np.int64]:

@@ -8,37 +8,38 @@ from tqdm import tqdm
 
 from lra_data.base import SPLITS, Build, DataError, Example, Source
 
-HEADER = b"Source\tTarget"  # of LRA's ListOps; the files of Retrieval have none
-Parse = Callable[[bytes], Example]  # raises ValueError for a line that is wrong
 
-
-def line_files(folder: str, title: str, released: dict[str, int], parse: Parse) -> tuple[Build, str, dict[str, Path]]:
+def line_files(
+    folder: str, title: str, columns: list[str], released: dict[str, int], parse: Callable[..., Example]
+) -> tuple[Build, str, dict[str, Path]]:
     """What `cached` wants to know of the files in `folder`; `title` has their names, with braces.
 
-    Files with as many lines as LRA `released` count as LRA's, any others as a stand-in.
+    Tabs stand between the columns; a first line may name them. Lines end with LF or CRLF. Files with as many examples
+    as LRA `released` count as LRA's, any others as a stand-in. `parse` raises ValueError for fields that are wrong.
     """
     before, parts, after = re.split("[{}]", title)
     files = {name: Path(folder) / name for name in (f"{before}{part}{after}" for part in parts.split(","))}
+    header = "\t".join(columns).encode()
+
+    def examples(file: Path, count: int) -> Iterator[Example]:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(tqdm(lines, f"reading {file.name}", count, unit=" lines", mininterval=1), 1):
+                row = line.rstrip(b"\r\n")
+                fields = row.split(b"\t")
+                try:
+                    if len(fields) != len(columns):
+                        raise ValueError(f"{len(fields)} fields, not {len(columns)} ({', '.join(columns)})")
+                    if number > 1 or row != header:
+                        yield parse(*fields)
+                except ValueError as error:
+                    raise DataError(f"{file}, line {number}: {error}") from None
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
         counts: dict[str, int] = {}
-        examples: dict[str, Iterable[Example]] = {}
         for split, file in zip(SPLITS, files.values(), strict=True):
             with open(file, "rb") as lines:
-                counts[split] = sum(line.rstrip(b"\r\n") != HEADER for line in lines)
-            examples[split] = _examples(file, counts[split], parse)
-        return "lra" if counts == released else "stand-in", examples
+                counts[split] = sum(line.rstrip(b"\r\n") != header for line in lines)
+        read = map(examples, files.values(), counts.values())
+        return "lra" if counts == released else "stand-in", dict(zip(SPLITS, read, strict=True))
 
     return build, title, files
-
-
-def _examples(file: Path, count: int, parse: Parse) -> Iterator[Example]:
-    """Of lines that end with LF or CRLF."""
-    with open(file, "rb") as lines:
-        for number, line in enumerate(tqdm(lines, f"reading {file.name}", count, unit=" lines", mininterval=1), 1):
-            row = line.rstrip(b"\r\n")
-            try:
-                if number > 1 or row != HEADER:
-                    yield parse(row)
-            except ValueError as error:
-                raise DataError(f"{file}, line {number}: {error}") from None

@@ -36,11 +36,10 @@ ZERO, CLOSE = CODES["0"], CODES["]"]
 OPERATOR_PROBABILITY = 0.25
 VOCABULARY = 32  # the base code's embedding table
 CHUNK = 2048  # trees drawn at once; part of what a seed means
-FILES = "basic_{train,val,test}.tsv"  # of LRA's release
+FILES, COLUMNS = "basic_{train,val,test}.tsv", ["Source", "Target"]  # of LRA's release
 RELEASED = {"train": 96_000, "dev": 2_000, "test": 2_000}  # expressions in them
 DRY_CHUNKS = 50  # so many chunks in a row without a new expression: there are no more to be had
 
-Expression = tuple[NDArray[np.uint8], int]
 _Trees = tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]  # tokens, end to end; length and value of each
 
 
@@ -74,10 +73,10 @@ def generate(
         yield to_source(tokens), label
 
 
-def to_source(tokens: NDArray[np.uint8]) -> str:
+def to_source(tokens: bytes) -> str:
     """The official text: `[MAX 1 2 ]` is `( ( ( [MAX 1 ) 2 ) ] )`; k arguments stand in k + 1 parentheses."""
     unfinished: list[str] = []  # the text of each open list so far
-    for token in tokens.tolist():
+    for token in tokens:
         text = f"( {unfinished.pop()} ] )" if token == CLOSE else TOKENS[token]
         if token < ZERO or not unfinished:
             unfinished.append(text)
@@ -106,28 +105,25 @@ def load(
     nothing.
     """
     settings: dict[str, Any] = {"brackets": brackets}
+    dropped = b"" if brackets else bytes([CLOSE])
     if origin:
-        source = line_files(origin, FILES, RELEASED, partial(_parse, brackets=brackets))
+        source = line_files(origin, FILES, COLUMNS, RELEASED, partial(_parse, dropped))
         hint = "put LRA's there, or leave paths.listops out"
         return cached(folder, "listops", spec(length), settings, examples, *source, to_text, origin, hint)
     longest = max_length - 1
     if not brackets:  # m operators have at most 9m + 1 digits, so that L is at most 11m + 1
         longest -= -(-(longest - 1) // 11)
     check_length(length, longest)
-    if not 2 <= min_length < max_length - 1:
-        raise DataError(f"task.data.min_length={min_length} is not from 2 to {max_length - 2} (max_length - 2)")
 
     def build() -> tuple[Source, dict[str, Iterable[Example]]]:
         total = sum(examples[split] for split in SPLITS)
         drawn = tqdm(_distinct(seed, min_length, max_length), "generating ListOps", total, mininterval=1)
-        return "generated", dict.fromkeys(SPLITS, (_example(*expression, brackets) for expression in drawn))
+        return "generated", dict.fromkeys(
+            SPLITS, (((tokens.translate(None, dropped),), value) for tokens, value in drawn)
+        )
 
     settings |= {"min_length": min_length, "max_length": max_length, "seed": seed}
     return cached(folder, "listops", spec(length), settings, examples, build, "the generator", decode=to_text)
-
-
-def _example(tokens: NDArray[np.uint8], label: int, brackets: bool) -> Example:
-    return ((tokens if brackets else tokens[tokens != CLOSE]).tobytes(),), label
 
 
 def to_text(tokens: NDArray[np.uint8]) -> str:
@@ -135,42 +131,32 @@ def to_text(tokens: NDArray[np.uint8]) -> str:
     return " ".join(TOKENS[token] for token in tokens.tolist())
 
 
-def _parse(line: bytes, brackets: bool) -> Example:
-    """A line of LRA's files: Source and Target, a tab between."""
-    fields = line.decode(errors="replace").split("\t")
-    if len(fields) != 2:
-        raise ValueError(f"{len(fields)} fields, not 2 (Source, Target)")
-    source, target = fields
+def _parse(dropped: bytes, *fields: bytes) -> Example:
+    """A line of LRA's files."""
+    source, target = (field.decode(errors="replace") for field in fields)
     evaluate(source)  # raises ValueError if it is no expression
     if target not in DIGITS:
         raise ValueError(f"the label {target!r} is not 0 to 9")
-    return _example(np.array([CODES[word] for word in _words(source)], np.uint8), int(target), brackets)
+    return (bytes(CODES[word] for word in _words(source)).translate(None, dropped),), DIGITS[target]
 
 
-def _distinct(seed: int, *bounds: int) -> Iterator[Expression]:
-    """Expressions in the order of their chunks, each one once, without end."""
+def _distinct(seed: int, min_length: int, max_length: int, *shape: int) -> Iterator[tuple[bytes, int]]:
+    """(tokens, value) of expressions in the order of their chunks, each one once, without end."""
     seen: set[bytes] = set()
     last = -1  # the last chunk with a new expression
     for chunk in itertools.count():
-        for tokens, label in _draw(chunk, seed, *bounds):
-            digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+        tokens, length, value = _grow(np.random.default_rng((seed, chunk)), CHUNK, 1, *shape)
+        ends = np.cumsum(length)
+        for i in np.flatnonzero((min_length < length) & (length < max_length)):
+            expression = tokens[ends[i] - length[i] : ends[i]].tobytes()
+            digest = hashlib.blake2b(expression, digest_size=16).digest()
             if digest not in seen:
                 seen.add(digest)
                 last = chunk
-                yield tokens, label
+                yield expression, int(value[i])
         if chunk - last == DRY_CHUNKS:
-            raise DataError(
-                f"only {len(seen)} distinct ListOps expressions were found within these lengths: "
-                "ask for fewer examples or widen min_length..max_length"
-            )
-
-
-def _draw(chunk: int, seed: int, min_length: int, max_length: int, *shape: int) -> list[Expression]:
-    """The kept ones of CHUNK trees."""
-    tokens, length, value = _grow(np.random.default_rng((seed, chunk)), CHUNK, 1, *shape)
-    ends = np.cumsum(length)
-    kept = np.flatnonzero((min_length < length) & (length < max_length))
-    return [(tokens[ends[i] - length[i] : ends[i]].copy(), int(value[i])) for i in kept]
+            found = f"only {len(seen)} distinct ListOps expressions were found within these lengths"
+            raise DataError(f"{found}: ask for fewer examples or widen min_length..max_length")
 
 
 def _grow(rng: np.random.Generator, nodes: int, depth: int, max_depth: int = 10, max_args: int = 10) -> _Trees:

@@ -1,7 +1,6 @@
 """LRA Retrieval: pairs of papers as bytes; label 1 = one cites the other.
 
-Read from LRA's new_aan_pairs.{train,eval,test}.tsv: label, id1, id2, text1, text2, tabs between, no quoting. The train
-file has more than 1 GB: it is packed line by line.
+Read from LRA's files, which quote nothing. The train file has more than 1 GB: it is packed line by line.
 """
 
 from functools import partial
@@ -11,7 +10,7 @@ from pydantic import PositiveInt, validate_call
 from lra_data.base import BYTES, Caps, Example, Task, TaskSpec, cached, check_length
 from lra_data.lines import line_files
 
-FILES = "new_aan_pairs.{train,eval,test}.tsv"
+FILES, COLUMNS = "new_aan_pairs.{train,eval,test}.tsv", ["label", "id1", "id2", "text1", "text2"]
 PAIRS = {"train": 147_086, "dev": 18_090, "test": 17_437}  # in LRA's files
 READ = 10_000  # bytes of a text that LRA's pipeline reads, before it cuts to max_length
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
@@ -24,15 +23,11 @@ def load(folder: str, length: PositiveInt, max_length: PositiveInt, examples: Ca
     """Pairs packed on first use from the three files in `origin` (default: `folder`); `examples` caps the splits."""
     check_length(length, max_length)
     settings, hint = {"max_length": max_length}, f"put LRA's {FILES} there"
-    source = line_files(origin or folder, FILES, PAIRS, partial(_pair, max_length=min(READ, max_length)))
+    source = line_files(origin or folder, FILES, COLUMNS, PAIRS, partial(_pair, min(READ, max_length)))
     return cached(folder, "retrieval", spec(length), settings, examples, *source, place=origin, hint=hint)
 
 
-def _pair(line: bytes, max_length: int) -> Example:
-    fields = line.split(b"\t")
-    if len(fields) != 5:
-        raise ValueError(f"{len(fields)} fields, not 5 (label, id1, id2, text1, text2)")
-    label, _, _, first, second = fields
+def _pair(max_length: int, label: bytes, _id1: bytes, _id2: bytes, first: bytes, second: bytes) -> Example:
     if label not in LABELS:
         raise ValueError(f"the label {label.decode(errors='replace')!r} is not 0 or 1")
     if not first or not second:

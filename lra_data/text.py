@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import compress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 import numpy as np
@@ -31,10 +31,10 @@ PATIENCE = 2.0  # seconds for the hub to answer
 INSTEAD = f"put {ARCHIVE} into paths.data instead"
 PARTS = ("train", "test")
 FOLDERS = [f"{part}/{sentiment}" for part in PARTS for sentiment in ("neg", "pos")]
+_MEMBER = re.compile(r"(?:\./)?aclImdb/(train|test)/(neg|pos)/\d+_\d+\.txt")  # number and rating
 HELD_OUT = 0.1
 # sha256 over the sha256 and label of every review, in our order: whatever has another one is a stand-in.
 IMDB = "1868f694ca8e37518c1944243ce6c04ea243f37560e74290c721840162cc00fd"
-_MEMBER = re.compile(rf"(?:\./)?aclImdb/(?:{'|'.join(FOLDERS)})/\d+_\d+\.txt")  # number and rating
 Row = tuple[str, Any, Any, str]  # part, text, label, and where they stand
 Review = tuple[bytes, bytes, int]  # the key of our order, text, label
 
@@ -105,10 +105,10 @@ def _find(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path],
 def _arranged(rows: Iterable[Row], place: str) -> tuple[Source, list[Review], list[Review]]:
     """Whose reviews they are, and those of train and of test, checked and in our order.
 
-    White space at their ends is taken off, as tensorflow-datasets does; the real ones have none.
+    Without white space at their ends, as tensorflow-datasets has them; the real ones have none.
     """
     parts: dict[str, list[Review]] = {part: [] for part in PARTS}
-    for part, text, label, where in rows:
+    for part, text, label, where in tqdm(rows, "reading IMDb", unit=" reviews", delay=1, mininterval=1):
         review = text.encode() if isinstance(text, str) else text
         if not isinstance(review, bytes) or not (review := review.strip()):
             raise DataError(f"{where}: the text is {text!r}; get the data again")
@@ -129,14 +129,10 @@ def _arranged(rows: Iterable[Row], place: str) -> tuple[Source, list[Review], li
 def _read_archive(archive: Path) -> Iterator[Row]:
     """Read as a stream, nothing is unpacked. Read to its end, where the checksum is."""
     with gzip.open(archive) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
-        for member in tqdm(tar, f"reading {archive.name}", unit=" files", mininterval=1):
-            path = PurePosixPath(member.name)
-            if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-                what = f"its member {member.name} is a link or leads out of the archive"
-                raise DataError(f"{archive}: {what}: this is not the IMDb archive; get it again")
-            if _MEMBER.fullmatch(member.name):
+        for member in tar:
+            if member.isfile() and (path := _MEMBER.fullmatch(member.name)):
                 content = cast(IO[bytes], tar.extractfile(member)).read()
-                yield path.parts[-3], content, path.parts[-2] == "pos", f"{archive}: {member.name}"
+                yield path[1], content, path[2] == "pos", f"{archive}: {member.name}"
         while stream.read(2**20):
             pass
 
@@ -145,8 +141,7 @@ def _read_folder(folder: Path) -> Iterator[Row]:
     """The unpacked archive."""
     for name in FOLDERS:
         part, sentiment = name.split("/")
-        files = (folder / name).glob("[0-9]*_[0-9]*.txt")  # a Mac leaves others there
-        for file in tqdm(files, f"reading {name}", unit=" files", mininterval=1):
+        for file in (folder / name).glob("[0-9]*_[0-9]*.txt"):  # a Mac leaves others there
             yield part, file.read_bytes(), sentiment == "pos", str(file)
 
 
@@ -161,7 +156,7 @@ def _read_parquet(folder: Path) -> Iterator[Row]:
             raise DataError(f"{folder} has {what}: give the folder that does")
         # Streaming: nothing is copied into a cache of its own.
         rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-        for number, row in enumerate(tqdm(rows, f"reading {part}", unit=" reviews", mininterval=1)):
+        for number, row in enumerate(rows):
             yield part, row["text"], row["label"], f"{folder}, {part}, row {number}"
 
 
@@ -169,16 +164,15 @@ def _read_hub() -> Iterator[Row]:
     """From the hub, or from its cache on this machine if the hub cannot be reached."""
     from huggingface_hub import constants, dataset_info, snapshot_download
 
-    reason, wanted = "", [f"*/{part}-*.parquet" for part in PARTS]
+    unreachable, wanted = "", [f"*/{part}-*.parquet" for part in PARTS]
     try:  # snapshot_download alone would wait without end for a server that does not answer
         dataset_info(HUB, timeout=PATIENCE)
     except Exception:  # of the network or of the hub: there are many
-        reason = f"{constants.ENDPOINT} cannot be reached"
+        unreachable = f"{constants.ENDPOINT} cannot be reached"
     try:
-        folder = snapshot_download(HUB, repo_type="dataset", allow_patterns=wanted, local_files_only=bool(reason))
+        folder = snapshot_download(HUB, repo_type="dataset", allow_patterns=wanted, local_files_only=bool(unreachable))
     except Exception as error:
-        reason = reason or repr(error)
-        what = f"paths.text=hub: {HUB} cannot be had ({reason}) and is not in the cache of this machine"
+        what = f"paths.text=hub: {HUB} cannot be had ({unreachable or repr(error)}) and is not cached on this machine"
         raise DataError(f"{what}; {INSTEAD}, or give a folder of its parquet files as paths.text") from None
     yield from _read_parquet(Path(folder))
 
@@ -190,14 +184,12 @@ def _read_tfds() -> Iterator[Row]:
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of a folder that is not there
     builder = tfds.builder(TFDS, data_dir=os.environ.get("TFDS_DATA_DIR"))  # read here, not at its import
     if not builder.is_prepared():
-        raise DataError(
-            f"paths.text=tfds: {builder.data_dir} is not there: make it with `pip install 'macformer[tfds]'` and "
-            f"`tfds build imdb_reviews --file_format=array_record`, or {INSTEAD}"
-        )
+        commands = "`pip install 'macformer[tfds]'` and `tfds build imdb_reviews --file_format=array_record`"
+        raise DataError(f"paths.text=tfds: {builder.data_dir} is not there: make it with {commands}, or {INSTEAD}")
     random_access = builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD  # the others need TensorFlow
     for part in PARTS:
         rows = builder.as_data_source(part) if random_access else tfds.as_numpy(builder.as_dataset(split=part))
-        rows, total = list(tqdm(rows, f"reading {part}", unit=" reviews")), builder.info.splits[part].num_examples
+        rows, total = list(rows), builder.info.splits[part].num_examples
         if len(rows) != total:  # some of its formats lose rows
             raise DataError(f"{builder.data_dir}: {len(rows)} of {total} {part} reviews; {INSTEAD}")
         for number, row in enumerate(rows):

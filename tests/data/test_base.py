@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +17,20 @@ from lra_data import base
 from lra_data.base import WINDOW, Batches, DataError, TaskSpec
 
 SPEC = TaskSpec(vocabulary=512, length=6, classes=2, paired=False)
+FORK = multiprocessing.get_context("fork")
+ALL: base.Caps = {"train": None, "dev": None, "test": None}
 
 
-def build_of(examples: list[base.Example]) -> base.Build:
-    return lambda: ("stand-in", dict.fromkeys(base.SPLITS, examples))
+def cached(folder: Path, spec: TaskSpec, examples: Iterable[base.Example], origin: str = "", **keys: int) -> base.Task:
+    """A task whose splits are these examples."""
+    splits = dict.fromkeys(base.SPLITS, examples)
+    return base.cached(folder, "t", spec, keys, ALL, lambda: ("stand-in", splits), origin)
 
 
-def cached(folder: Path, spec: TaskSpec, examples: list[base.Example], **keys: object) -> base.Task:
-    return base.cached(folder, "t", spec, keys, base.ALL, build_of(examples))
+def packed(task: base.Task, split: base.SplitName) -> bytes:
+    """The texts of the split, end to end."""
+    data = task.splits[split]
+    return b"".join(text.tobytes() for i in range(len(data)) for text in data.texts(i))
 
 
 def left(folder: Path) -> list[Path]:
@@ -34,7 +40,7 @@ def left(folder: Path) -> list[Path]:
 
 def in_processes(target: Callable[..., object], *arguments: tuple[object, ...]) -> None:
     """target(...) with each of the arguments, all at once, to the end and without an error."""
-    processes = [multiprocessing.get_context("fork").Process(target=target, args=given) for given in arguments]
+    processes = [FORK.Process(target=target, args=given) for given in arguments]
     for process in processes:
         process.start()
     for process in processes:
@@ -73,22 +79,22 @@ def test_the_cache_is_used_and_other_settings_are_another_cache(tmp_path: Path) 
     assert not [path for path in left(tmp_path) if path.name.startswith(".")]
 
 
-def failing(error: Exception) -> Iterator[base.Example]:
-    yield (b"a",), 1
-    raise error
-
-
 @pytest.mark.parametrize(
-    ("examples", "complaint"),
+    ("error", "complaint"),
     [
-        (failing(DataError("the file ends early")), "the file ends early"),
-        (failing(OSError(28, "Full")), r"cannot be written .*Full.*: make room, or choose another paths.data"),
-        ([], "train split has no examples"),
+        (DataError("the file ends early"), "the file ends early"),
+        (OSError(28, "Full"), r"cannot be written .*Full.*: make room, or choose another paths.data"),
+        (None, "train split has no examples"),
     ],
 )
-def test_a_build_that_fails_leaves_nothing(examples: list, complaint: str, tmp_path: Path) -> None:
+def test_a_build_that_fails_leaves_nothing(error: Exception | None, complaint: str, tmp_path: Path) -> None:
+    def examples() -> Iterator[base.Example]:
+        if error:
+            yield (b"a",), 1
+            raise error
+
     with pytest.raises(DataError, match=complaint):
-        cached(tmp_path, SPEC, examples)
+        cached(tmp_path, SPEC, examples())
     assert left(tmp_path) == [tmp_path / "t"]
 
 
@@ -104,20 +110,19 @@ def slowly(folder: Path, letter: bytes) -> None:
         (folder / f"built-{letter.decode()}").touch()
         return "stand-in", {split: examples() for split in base.SPLITS}
 
-    task = base.cached(folder, "t", SPEC, {}, base.ALL, build)
-    assert len(set(bytes(task.splits["train"].tokens))) == 1
+    task = base.cached(folder, "t", SPEC, {}, ALL, build)
+    assert len(set(packed(task, "train"))) == 1
 
 
 def test_of_several_processes_that_want_the_same_data_one_builds(tmp_path: Path) -> None:
     in_processes(slowly, (tmp_path, b"a"), (tmp_path, b"b"), (tmp_path, b"c"))
     (built,) = tmp_path.glob("built-*")
-    task = cached(tmp_path, SPEC, [])
-    assert bytes(task.splits["test"].tokens) == 50 * built.name[-1].encode()
+    assert packed(cached(tmp_path, SPEC, []), "test") == 50 * built.name[-1].encode()
     assert len([path for path in left(tmp_path / "t") if path.is_dir()]) == 1
 
 
 def test_a_killed_build_leaves_no_data_and_no_closed_lock(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=slowly, args=(tmp_path, b"a"))
+    process = FORK.Process(target=slowly, args=(tmp_path, b"a"))
     process.start()
     while not (tmp_path / "built-a").exists():
         time.sleep(0.01)
@@ -126,7 +131,7 @@ def test_a_killed_build_leaves_no_data_and_no_closed_lock(tmp_path: Path) -> Non
     process.join(60)
     assert not list(tmp_path.rglob("manifest.json"))
     task = cached(tmp_path, SPEC, [((b"b",), 0)])
-    assert bytes(task.splits["train"].tokens) == b"b"
+    assert packed(task, "train") == b"b"
     assert [path for path in left(tmp_path / "t") if path.is_dir()] == [task.home]  # what it left is gone
 
 
@@ -135,7 +140,7 @@ def test_data_of_another_version_are_made_anew_and_it_is_said(
 ) -> None:
     cached(tmp_path, SPEC, [((b"old",), 1)])
     monkeypatch.setattr(base, "DATA_VERSION", base.DATA_VERSION + 1)
-    assert bytes(cached(tmp_path, SPEC, [((b"new",), 1)]).splits["train"].tokens) == b"new"
+    assert packed(cached(tmp_path, SPEC, [((b"new",), 1)]), "train") == b"new"
     said = capsys.readouterr().out
     assert f"is of data version {base.DATA_VERSION - 1}, this is {base.DATA_VERSION}: it is made anew" in said
     assert len(list(tmp_path.rglob("manifest.json"))) == 1
@@ -143,10 +148,9 @@ def test_data_of_another_version_are_made_anew_and_it_is_said(
 
 def switching(folder: Path, origin: str) -> None:
     """Want data of one's own again and again, while another process wants others under the same settings."""
-    examples = [((origin.encode() * 5,), 1)] * 3
     for _ in range(60):
-        task = base.cached(folder, "t", SPEC, {}, base.ALL, build_of(examples), origin)
-        assert bytes(task.splits["test"].tokens) == origin.encode() * 15
+        task = cached(folder, SPEC, [((origin.encode() * 5,), 1)] * 3, origin)
+        assert packed(task, "test") == origin.encode() * 15
         assert task.manifest.origin == origin
 
 
@@ -157,7 +161,7 @@ def test_runs_that_want_other_data_in_the_same_place_each_get_theirs(tmp_path: P
 def test_the_manifest_says_what_the_data_are(tmp_path: Path) -> None:
     examples = [((b"a" * (1 + i % 6),), int(i % 4 == 0)) for i in range(60)]
     splits = {"train": examples, "dev": examples, "test": examples[:10]}
-    task = base.cached(tmp_path, "t", SPEC, {}, base.ALL, lambda: ("stand-in", splits))
+    task = base.cached(tmp_path, "t", SPEC, {}, ALL, lambda: ("stand-in", splits))
     manifest = json.loads((task.home / "manifest.json").read_text())
     assert manifest == task.manifest.model_dump()
     assert (manifest["data_version"], manifest["source"]) == (base.DATA_VERSION, "stand-in")
@@ -210,10 +214,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "offsets": ("the sha256 of test is", lambda home: (home / "test.offsets.npy").write_bytes(b"")),
     "pickle": ("the sha256 of test", lambda home: np.save(home / "test.labels.npy", np.array([{}]), allow_pickle=True)),
     "file": ("No such file", lambda home: (home / "test.tokens.bin").unlink()),
-    "json": ("manifest.json is no manifest", lambda home: (home / "manifest.json").write_text("{")),
-    "list": ("manifest.json is no manifest", lambda home: (home / "manifest.json").write_text("[]")),
-    "keys": ("manifest.json is no manifest", lambda home: rename(home / "manifest.json", "source")),
-    "splits": ("manifest.json is no manifest", lambda home: rename(home / "manifest.json", "dev")),
+    "json": ("validation error.* for Manifest", lambda home: (home / "manifest.json").write_text("{")),
+    "list": ("validation error.* for Manifest", lambda home: (home / "manifest.json").write_text("[]")),
+    "keys": ("validation error.* for Manifest", lambda home: rename(home / "manifest.json", "source")),
+    "splits": ("validation error.* for Manifest", lambda home: rename(home / "manifest.json", "dev")),
 }
 
 
