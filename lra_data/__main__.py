@@ -20,7 +20,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -89,12 +88,11 @@ def show(name: str, task: Task, split: str, index: int) -> None:
     data = task.splits[split]
     if not 0 <= index < len(data):
         raise DataError(f"--index {index}: the {split} split of {name} has the examples 0 to {len(data) - 1}")
-    ids, labels = data.batch(np.array([index]), trim=False)
-    classes = task.spec.classes
-    print(f"{name}, {split}, example {index} of {len(data):,} ({task.source}): label {labels[0]} of 0 to {classes - 1}")
-    for side, text in zip(ids.reshape(-1, task.spec.length), data.texts(index), strict=True):
+    label, last = data.labels[index], task.spec.classes - 1
+    print(f"{name}, {split}, example {index} of {len(data):,} ({task.source}): label {label} of 0 to {last}")
+    for text in data.texts(index):
         print(f"\n{len(text):,} ids, then {task.spec.length - len(text):,} of 0, which is padding:")
-        print(textwrap.fill(" ".join(map(str, side[: len(text)])), 110))
+        print(textwrap.fill(" ".join(str(token + 1) for token in text.tolist()), 110))
         print(f"\ntext:\n{task.decode(text)}")
 
 

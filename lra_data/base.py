@@ -106,8 +106,7 @@ class Split:
 
     def texts(self, index: int) -> list[NDArray[np.uint8]]:
         """The stored bytes of one example: one text or two."""
-        sides = zip(self.starts[index].tolist(), self.sizes[index].tolist(), strict=True)
-        return [self.windows[start, :size] for start, size in sides]
+        return [self.windows[start, :size] for start, size in zip(self.starts[index], self.sizes[index], strict=True)]
 
     def batch(self, indices: NDArray[np.int64], trim: bool) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """ids (B, n), or (B, 2, n) for pairs, padded with 0; labels (B,).

@@ -119,8 +119,7 @@ def _arranged(rows: Iterable[Row], place: str) -> tuple[Source, list[Review], li
     for part, reviews in parts.items():
         positive = sum(label for _, _, label in reviews)
         if not reviews or 2 * positive != len(reviews):
-            what = f"{positive} positive of {len(reviews)} reviews, not one half"
-            raise DataError(f"{place}, {part}: {what}; get the data again")
+            raise DataError(f"{place}, {part}: {positive} positive of {len(reviews)} reviews, not half; get them again")
         reviews.sort()
         digest.update(b"".join(key for key, _, _ in reviews))
     return "lra" if digest.hexdigest() == IMDB else "stand-in", parts["train"], parts["test"]

@@ -297,7 +297,7 @@ REVIEW = "aclImdb/train/pos/0_9.txt"
         (REVIEW, tarfile.SYMTYPE, b"", "0 positive of 0 reviews"),
         (REVIEW, tarfile.LNKTYPE, b"", "0 positive of 0 reviews"),
         ("other/0_9.txt", tarfile.REGTYPE, b"a review", "0 positive of 0 reviews"),
-        (REVIEW, tarfile.REGTYPE, b"a review", "train: 1 positive of 1 reviews, not one half"),
+        (REVIEW, tarfile.REGTYPE, b"a review", "train: 1 positive of 1 reviews, not half"),
         (REVIEW, tarfile.REGTYPE, b" \n", rf"{REVIEW}: the text is b' \\n'"),
     ],
 )
