@@ -12,17 +12,12 @@ import numpy as np
 import pytest
 
 from lra_data import __main__, base, baselines, listops
-from lra_data.base import Task, TaskSpec
+from lra_data.base import TaskSpec
 from tests.conftest import ROOT, write_archive
-from tests.data.test_base import ALL, in_processes, left
+from tests.data.test_base import cached, in_processes, left
 from tests.data.test_files import lra_data
 
-Examples = dict[str, list[base.Example]]
 ONE, PAIR = TaskSpec(512, 64, 2, paired=False), TaskSpec(512, 64, 2, paired=True)
-
-
-def task_of(folder: Path, spec: TaskSpec, examples: Examples) -> Task:
-    return base.cached(folder, "t", spec, {}, ALL, lambda: ("stand-in", examples))
 
 
 def doctored(folder: Path) -> list[dict]:
@@ -35,7 +30,7 @@ def smoke(folder: Path) -> list[str]:
     return ["doctor", "listops", *words]
 
 
-def split_up(examples: list[base.Example]) -> Examples:
+def split_up(examples: list[base.Example]) -> dict[str, list[base.Example]]:
     return {"train": examples[::2], "dev": examples[1::2], "test": examples[:1]}
 
 
@@ -43,7 +38,7 @@ def test_majority_and_length_are_fitted_on_train_and_scored_on_dev_and_test(tmp_
     """Long texts have label 1 in train; the other splits have other shares."""
     train = [((b"a" * 5,), 0)] * 60 + [((b"a" * 20,), 1)] * 40
     dev = [((b"a" * 5,), 0)] * 10 + [((b"a" * 20,), 1)] * 25 + [((b"a" * 20,), 0)] * 5
-    task = task_of(tmp_path, ONE, {"train": train, "dev": dev, "test": dev[:20]})
+    task = cached(tmp_path, ONE, {"train": train, "dev": dev, "test": dev[:20]})
     assert baselines.measure("no task of ours", task) == {
         "dev": {"majority": 15 / 40, "length": 35 / 40},
         "test": {"majority": 10 / 20, "length": 20 / 20},
@@ -51,7 +46,7 @@ def test_majority_and_length_are_fitted_on_train_and_scored_on_dev_and_test(tmp_
 
 
 def test_a_key_that_train_does_not_have_gets_the_commonest_label(tmp_path: Path) -> None:
-    train, dev, _ = task_of(tmp_path, ONE, split_up([((b"a",), 1)] * 10)).splits.values()
+    train, dev, _ = cached(tmp_path, ONE, split_up([((b"a",), 1)] * 10)).splits.values()
     assert baselines.by_key(lambda split: np.full((len(split), 1), split is dev), train, dev) == 1
 
 
@@ -63,7 +58,7 @@ def letters(rng: np.random.Generator, share_of_a: float) -> bytes:
 def test_bag_of_bytes_learns_from_shares_of_bytes_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     examples = split_up([((letters(rng, 0.4 if i // 2 % 2 else 0.25),), i // 2 % 2) for i in range(2000)])
-    scored = baselines.bag_of_bytes(*(task_of(tmp_path, ONE, examples).splits[name] for name in ("train", "dev")))
+    scored = baselines.bag_of_bytes(*(cached(tmp_path, ONE, examples).splits[name] for name in ("train", "dev")))
     shares = [(texts[0].count(b"a") / len(texts[0]) > 0.325) == label for texts, label in examples["dev"]]
     assert scored == pytest.approx(np.mean(shares), abs=0.04)  # the best line through them; s.e. 0.01
     assert scored > 0.8
@@ -77,7 +72,7 @@ def test_bag_of_bytes_of_a_pair_learns_whether_the_two_are_alike(tmp_path: Path)
         shares = (0.7, 0.25) if rng.integers(2) else (0.25, 0.7)
         return (letters(rng, shares[0]), letters(rng, shares[not label])), label
 
-    task = task_of(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)]))
+    task = cached(tmp_path, PAIR, split_up([pair(i // 2 % 2) for i in range(1200)]))
     measured = baselines.measure("retrieval", task)["dev"]
     assert measured["bag of bytes"] > 0.95
     assert measured["byte-set overlap"] < 0.65  # of 400: chance and 6 standard errors
@@ -86,14 +81,14 @@ def test_bag_of_bytes_of_a_pair_learns_whether_the_two_are_alike(tmp_path: Path)
 def test_byte_overlap_sees_what_two_texts_share(tmp_path: Path) -> None:
     """Relative to what stands in either: 2 of 2 bytes are more than 4 of 8."""
     examples = [((b"ab", b"bba"), 1), ((b"abcdef", b"abcdxy"), 0)] * 20
-    splits = task_of(tmp_path, PAIR, {"train": examples, "dev": examples, "test": examples}).splits
+    splits = cached(tmp_path, PAIR, {"train": examples, "dev": examples, "test": examples}).splits
     overlap = baselines.byte_overlap(splits["train"])
     assert overlap[0] > overlap[1]
     assert baselines.OWN["retrieval"]["byte-set overlap"](splits["train"], splits["dev"]) == 1
 
 
 def test_the_length_of_a_pair_is_that_of_both(tmp_path: Path) -> None:
-    task = task_of(tmp_path, PAIR, split_up([((b"a" * 9, b"b" * long), int(long > 9)) for long in (3, 3, 20, 20)] * 20))
+    task = cached(tmp_path, PAIR, split_up([((b"a" * 9, b"b" * long), int(long > 9)) for long in (3, 3, 20, 20)] * 20))
     assert baselines.measure("retrieval", task)["dev"]["length"] == 1
 
 
@@ -107,7 +102,7 @@ def test_the_root_and_its_digits_leave_nested_lists_out(tmp_path: Path) -> None:
     for brackets in (True, False):
         tokens = [[listops.CODES[word] for word in tree.split() if brackets or word != "]"] for tree in trees]
         spec = TaskSpec(32, 64, classes=10, paired=False)
-        task = task_of(
+        task = cached(
             tmp_path / str(brackets), spec, split_up([((bytes(codes),), 0) for codes in tokens for _ in "12"])
         )
         expected = [[codes[0], values[not brackets]] for codes, values in zip(tokens, trees.values(), strict=True)]
@@ -121,11 +116,10 @@ def test_the_doctor_measures_the_floors_of_listops(tmp_path: Path) -> None:
     done = lra_data("doctor", "listops", *small)
     assert done.returncode == 0, done.stderr
     clean, paper = doctored(tmp_path)
-    assert (clean["task"], clean["protocol"], clean["source"]) == ("listops", "clean", "generated")
-    assert (paper["protocol"], paper["train_examples"]) == ("paper", 8000)
-    assert (paper["dev_examples"], paper["test_examples"]) == (2000, 2001)
-    assert (clean["whole"], paper["whole"]) == (False, False)
-    for entry, digits in ((clean, 0.47), (paper, 0.39)):
+    data = {"task": "listops", "source": "generated", "whole": False, "data_version": base.DATA_VERSION}
+    data |= {"train_examples": 8000, "dev_examples": 2000, "test_examples": 2001}
+    for entry, protocol, digits in ((clean, "clean", 0.47), (paper, "paper", 0.39)):
+        assert entry == entry | data | {"protocol": protocol}
         assert entry["dev_accuracy"] != entry["test_accuracy"]
         for accuracy in (entry["dev_accuracy"], entry["test_accuracy"]):
             assert accuracy["majority"] == pytest.approx(0.168, abs=0.034)
@@ -233,10 +227,7 @@ def test_show_takes_overrides_on_either_side(tmp_path: Path) -> None:
     [
         ("prepare listops task.data.max_length=abc", "task.data.max_length=abc: Input should be a valid integer"),
         ("prepare listops +task.data.foo=3", "task.data.foo=3: Unexpected keyword argument"),
-        (
-            "prepare text",
-            "task=text needs .*/aclImdb_v1.tar.gz, which .* `python -m lra_data prepare text paths.data=.*`",
-        ),
+        ("prepare text", "task=text needs .*/aclImdb_v1.tar.gz, .* `python -m lra_data prepare text paths.data=.*`"),
         ("show listops trainer=smoke --index 64", "--index 64: the train split of listops has the examples 0 to 63"),
         ("show listops trainer=smoke --index=-1", "--index -1: the train split of listops has the examples 0 to 63"),
         ("doctor images", "task=images is not known; choose of listops, retrieval, text"),
