@@ -101,8 +101,7 @@ def load(
 ) -> Task:
     """ListOps packed on first use: generated, or read from LRA's files in the folder `origin`.
 
-    `brackets` keeps `]`. Of files, `examples` is the most that is taken, and min_length, max_length and seed mean
-    nothing.
+    `brackets` keeps `]`. Of files, at most `examples` are taken; min_length, max_length and seed are not used.
     """
     settings: dict[str, Any] = {"brackets": brackets}
     dropped = b"" if brackets else bytes([CLOSE])

@@ -103,13 +103,11 @@ def _find(folder: str, origin: str | None) -> tuple[str | None, dict[str, Path],
 
 
 def _arranged(rows: Iterable[Row], place: str) -> tuple[Source, list[Review], list[Review]]:
-    """Whose reviews they are, and those of train and of test, checked and in our order.
-
-    Without white space at their ends, as tensorflow-datasets has them; the real ones have none.
-    """
+    """Whose reviews they are, and those of train and of test, checked and in our order."""
     parts: dict[str, list[Review]] = {part: [] for part in PARTS}
     for part, text, label, where in tqdm(rows, "reading IMDb", unit=" reviews", delay=1, mininterval=1):
         review = text.encode() if isinstance(text, str) else text
+        # tensorflow-datasets strips them; the real ones have no white space at their ends
         if not isinstance(review, bytes) or not (review := review.strip()):
             raise DataError(f"{where}: the text is {text!r}; get the data again")
         if label not in (0, 1):
