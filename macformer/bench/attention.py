@@ -5,10 +5,9 @@
     python -m scripts.bench attention --lengths 256 1024 --rounds 3 --output /tmp/bench
 
 In its turn an attention is called repeatedly for 0.3 s, or once if that takes longer. Each round has another draw of
-random features. Memory is the peak of live bytes beyond the inputs, for the draw with the most FLOP, which are counted
-while the matrix products happen. An attention that does not agree with its slow definition, in output and gradients,
-gets no figure, and the exit code is 1. Freed memory goes back as in torch by default (allocator: default), or stays
-with the process as in train.py (keeping): for n = 4,096 and for core.
+random features. Memory is the peak of live bytes beyond the inputs, for the draw with the most FLOP. An attention that
+does not agree with its slow definition, in output and gradients, gets no figure, and the exit code is 1. Freed memory
+goes back as in torch by default (allocator: default), or stays with the process as in train.py (keeping).
 Shapes: B batch, H heads, n length, d head width, D features.
 """
 
@@ -35,9 +34,13 @@ from macformer.features import Sampling, products
 from macformer.folded import FLOOR, plain_attention
 from macformer.harness import device as devices
 
+CPU = torch.device("cpu")
 HEAD_DIM, FEATURES, KEPT = 32, 128, 0.9  # the share of keys that the mask keeps
-MANY, ONE = (4, 2), (1, 1)  # B, H up to n = 4096; beyond, where the n x n weights of eight heads do not fit any more
-LONGEST = 4096  # with MANY
+MANY, ONE = (4, 2), (1, 1)  # B, H: beyond n = 4096 the n x n weights of eight heads do not fit any more
+RUNS: dict[str, list[tuple[int, int, int, float, str]]] = {  # B, H, the shortest and the longest n, the allocator
+    "attention": [(*MANY, 1, 4096, "default"), (*ONE, 1024, math.inf, "default"), (*MANY, 4096, 4096, "keeping")],
+    "core": [(*MANY, 1, 4096, "keeping")],
+}
 CHECKED = [193, 3000]  # lengths at which every draw is compared with its definition: the longer goes another way
 TURN = 0.3  # seconds that an attention is called for when it is its turn, if one call does not take longer
 SOFTMAX = {
@@ -90,11 +93,11 @@ def attentions(seed: int, command: str = "attention") -> dict[str, nn.Module]:
     return SOFTMAX | {"rfa": draw(RFAttention)} | rmfa
 
 
-def inputs(B: int, H: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Inputs:
+def inputs(B: int, H: int, n: int, dtype: torch.dtype = torch.float32) -> Inputs:
     """q, k (rows of length one, as after pre-SBN), v, the output's gradient, the mask; laid out as in the model."""
     rng = Generator().manual_seed(n)
-    q, k, v, grad = (torch.randn(B, n, H, HEAD_DIM, generator=rng).transpose(1, 2).to(device, dtype) for _ in range(4))
-    mask = (torch.arange(n) < math.ceil(KEPT * n)).expand(B, -1).to(device)
+    q, k, v, grad = (torch.randn(B, n, H, HEAD_DIM, generator=rng).transpose(1, 2).to(dtype) for _ in range(4))
+    mask = (torch.arange(n) < math.ceil(KEPT * n)).expand(B, -1)
     q, k = (PreSBN()(x).detach().requires_grad_() for x in (q, k))
     return q, k, v.requires_grad_(), grad, mask
 
@@ -107,8 +110,8 @@ def run(attention: Attend, data: Inputs) -> tuple[Tensor, ...]:
 
 
 @cache
-def flop_of_a_head(attention: Attend, n: int, device: torch.device) -> int:
-    return bench.count_flop(partial(run, attention, inputs(1, 1, n, device)))
+def flop_of_a_head(attention: Attend, n: int) -> int:
+    return bench.count_flop(partial(run, attention, inputs(1, 1, n)))
 
 
 def definition(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -120,36 +123,35 @@ def definition(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     return plain_attention(phi_q, phi_k, v, mask, FLOOR)  # a_0 of exp is 1
 
 
-def fault(name: str, draws: list[nn.Module], device: torch.device) -> str:
+def fault(name: str, draws: list[nn.Module]) -> str:
     """Where a draw differs from its definition in float64, relative to the largest value; nothing if all agree."""
     print(f"comparing {name} with its definition", file=sys.stderr)
     for attention, n in itertools.product(set(draws), CHECKED):
-        ours = run(attention, inputs(1, 2, n, device))
-        exact = run(partial(definition, attention), inputs(1, 2, n, device, torch.float64))
+        ours = run(attention, inputs(1, 2, n))
+        exact = run(partial(definition, attention), inputs(1, 2, n, torch.float64))
         off = [float((x - right).abs().max() / right.abs().max()) for x, right in zip(ours, exact, strict=True)]
         if not (off[0] < 1e-5 and all(each < 1e-4 for each in off[1:])):
             numbers = ", ".join(f"{each:.1e}" for each in off)
             return f"its output and gradients of q, k and v are off by {numbers} at n = {n:,}"
-    sdpa, explicit = (flop_of_a_head(SOFTMAX[softmax], CHECKED[0], device) for softmax in ("sdpa", "explicit"))
+    sdpa, explicit = (flop_of_a_head(SOFTMAX[softmax], CHECKED[0]) for softmax in ("sdpa", "explicit"))
     return "torch does not take its fused kernel" if name == "sdpa" and sdpa == explicit else ""
 
 
-def race_shape(draws: Draws, rounds: int, B: int, H: int, n: int, device: torch.device) -> dict[str, Any]:
+def race_shape(draws: Draws, rounds: int, B: int, H: int, n: int) -> dict[str, Any]:
     """Seconds and FLOP of each attention and the matmul rate in each round; peak bytes of the draw with most FLOP."""
-    data, measured = inputs(B, H, n, device), {}
+    data, measured = inputs(B, H, n), {}
 
     def arms(number: int) -> dict[str, Callable[[], Any]]:
         return {name: partial(run, each[number], data) for name, each in draws.items()}
 
     label = f"B, H, n = {B}, {H}, {n:,}"
-    seconds, rates = bench.race_with_rate(arms, rounds, device, seconds=TURN, seed=n, label=label)
+    seconds, rates = bench.race_with_rate(arms, rounds, CPU, seconds=TURN, seed=n, label=label)
     for name, each in draws.items():
-        flop = [B * H * flop_of_a_head(draw, n, device) for draw in each]
+        flop = [B * H * flop_of_a_head(draw, n) for draw in each]
         work = partial(run, each[flop.index(max(flop))], data)
         work()  # what it keeps for good it has now
         gc.collect()
-        before = torch.cuda.memory_allocated(device) if devices.is_cuda(device) else 0
-        peak = devices.peak_bytes(device, [], work) - before
+        peak = devices.peak_bytes(CPU, [], work)
         measured[name] = {"seconds": seconds[name], "flop": flop[1:], "peak_bytes": peak}
     shape = {"B": B, "H": H, "n": n, "d": HEAD_DIM, "D": FEATURES}
     return {"shape": shape, "matmul_rate": rates, "arms": measured}
@@ -179,8 +181,7 @@ def plot(report: dict[str, Any]) -> bytes:
     from matplotlib.figure import Figure  # an extra
 
     figure, content = Figure(figsize=(11, 8), layout="tight"), io.BytesIO()
-    panels = figure.subplots(2, 2, sharex="col")
-    for (time, memory), (B, H) in zip(panels.T, (MANY, ONE), strict=True):
+    for (time, memory), (B, H) in zip(figure.subplots(2, 2, sharex="col").T, (MANY, ONE), strict=True):
         chosen = [r for r in report["results"] if r["shape"]["B"] == B and r["allocator"] == "default"]
         lengths = [r["shape"]["n"] for r in chosen]
         for name in chosen[0]["arms"] if chosen else ():
@@ -196,27 +197,22 @@ def plot(report: dict[str, Any]) -> bytes:
             panel.set(xscale="log", yscale="log", xticks=lengths, xticklabels=[f"{n:,}" for n in lengths])
             panel.minorticks_off()
             panel.grid(alpha=0.3)
-    panels[0, 0].legend(fontsize=8)
+    figure.axes[0].legend(fontsize=8)
     figure.suptitle("{device_name}, {threads} thread, torch {torch}".format(**report["environment"]), fontsize=10)
     figure.savefig(content, dpi=120)
     return content.getvalue()
 
 
-def measure(options: Namespace, device: torch.device) -> dict[str, Any]:
+def measure(options: Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     by_seed = [attentions(seed, options.command) for seed in range(options.rounds + 1)]
-    draws = {name: [each[name].to(device) for each in by_seed] for name in by_seed[0]}
-    no_figure = {name: said for name, each in draws.items() if (said := fault(name, each, device))}
+    draws = {name: [each[name] for each in by_seed] for name in by_seed[0]}
+    no_figure = {name: said for name, each in draws.items() if (said := fault(name, each))}
     draws = {name: each for name, each in draws.items() if name not in no_figure}
-    core = options.command == "core"
-    runs = [(*MANY, n, core) for n in options.lengths if n <= LONGEST]
-    if not core:
-        runs += [(*ONE, n, False) for n in options.lengths if n >= 1024]
-        runs += [(*MANY, n, True) for n in options.lengths if n == LONGEST and not devices.is_cuda(device)]
     results = []
-    for B, H, n, keeping in runs:
-        if keeping:
-            devices.prepare(device, 1)  # as train.py has it: what allocates most saves most page faults
-        measured = race_shape(draws, options.rounds, B, H, n, device)
-        results.append(measured | {"allocator": "keeping" if keeping else "default"})
-    return bench.provenance(device) | {"rounds": options.rounds, "no_figure": no_figure, "results": results}
+    for B, H, shortest, longest, allocator in RUNS[options.command]:
+        if allocator == "keeping":
+            devices.prepare(CPU, 1)  # as train.py has it: what allocates most saves most page faults
+        for n in (n for n in options.lengths if shortest <= n <= longest):
+            results.append(race_shape(draws, options.rounds, B, H, n) | {"allocator": allocator})
+    return bench.provenance(CPU) | {"rounds": options.rounds, "no_figure": no_figure, "results": results}

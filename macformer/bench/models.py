@@ -7,8 +7,7 @@ The models are the paper's, or those of configs/model that --models names; besid
 checkpointed and fused (SDPA) attention, and our model with the identity for attention, with and without ppSBN.
 How time and memory are measured is in docs/protocol.md, "Speed of a model". The settings are
 
-    TASK-full   the paper's protocol: every text padded to the task's length. Ids are random and nothing is padding,
-                which costs the same as a padded batch and needs no data
+    TASK-full   the paper's protocol: every text padded to the task's length. Ids are random, and nothing is padding
     TASK-real   real texts, with batches as the trainer makes them with pad=trim and bucket=true
     lengths     as many tokens a batch at every length, with Text's encoder
 """
@@ -23,7 +22,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +48,7 @@ TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 OVER_LENGTHS = ("rfa", "macformer_exp")  # the other kernels take as long
 MEASURED = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
 SPREAD = 3  # resident bytes to live ones, at most, as kept memory is split up (docs/log.md)
+CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]  # ids, labels
 compose = cache(configs.compose)  # takes longer than some steps
 
@@ -65,25 +65,19 @@ def model(name: str, spec: TaskSpec) -> nn.Module:
 
 
 class Trained:
-    """A model with its optimiser, in the precision that train.py takes on this device."""
+    """A model with its optimiser; a training step is that of train.py in float32."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model, self.device = model.to(device).train(), device
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=EPS, weight_decay=0, fused=True)
-        self.precision = devices.choose_precision("auto", device)
-        self.scaler = devices.scaler(device, self.precision)
 
     def forward_backward(self, ids: Tensor, labels: Tensor) -> None:
-        with devices.autocast(self.device, self.precision):
-            loss = F.cross_entropy(self.model(ids), labels)
-        self.scaler.scale(loss).backward()
+        F.cross_entropy(self.model(ids), labels).backward()
 
     def step(self, ids: Tensor, labels: Tensor) -> None:
         self.forward_backward(ids, labels)
-        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
         self.optimizer.zero_grad()
 
     def peak(self, ids: Tensor, labels: Tensor) -> int:
@@ -101,85 +95,71 @@ class Trained:
         return one + (examples - 1) * (two - one)
 
 
-class Plan(NamedTuple):
-    """How much of a batch one model takes in a step, so that the step needs at most `free` bytes."""
-
-    peak_bytes: int  # of forward and backward on the longest batch
-    examples: int
-    longest: int
-    free: float  # for a step, whose freed memory is kept
-
-    def part(self, n: int) -> int:
-        """How many examples of length n: all, half, a quarter ... or none. What is large is the n x n weights."""
-        part, need = self.examples, (n / self.longest) ** 2 * self.peak_bytes
-        while need * part / self.examples > self.free:
-            part //= 2
-        return part
-
-
-def plan_steps(
-    setting: str, spec: TaskSpec, names: Iterable[str], batch: Batch, device: torch.device
-) -> tuple[dict[str, Plan], list[str]]:
-    """Plan the steps of the models that fit; a sentence for each that takes a part of the batch, or does not fit.
-
-    The peak is that of one model, no other alive. Where the whole batch would not fit, it is estimated.
-    """
-    devices.keep_freed(False)
-    examples, *_, n = batch[0].shape
-    plans, said, bytes_left = {}, [], devices.free_bytes(device)
-    left = math.inf if bytes_left is None else bytes_left
-    for name in names:
-        try:
-            trained = Trained(model(name, spec), device)
-            need = trained.estimate_peak(*batch, examples)
-            estimated = need > MEASURED * left
-            plan = Plan(need if estimated else trained.peak(*batch), examples, n, left / SPREAD)
-        except (RuntimeError, MemoryError) as error:
-            if not devices.is_out_of_memory(error):
-                raise
-            said.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
-            continue
-        if (part := plan.part(n)) < examples:
-            or_more = " or more, by the length," * setting.endswith("real")
-            outcome = f"it is timed on {part}{or_more} of them and scaled" if part else "not even one fits"
-            needs = mebibytes(plan.peak_bytes) + " (estimated from batches of 1 and 2)" * estimated
-            only = f"only {mebibytes(int(plan.free))} are free: {outcome}."
-            said.append(f"{setting}: a step of {name} on {examples} examples needs {needs}, and {only}")
-        if part:
-            plans[name] = plan
-    devices.keep_freed(True)
-    return plans, said
+def fitting(examples: int, need: float, free: float) -> int:
+    """Of a batch that needs so many bytes: all examples, half, a quarter ... or none, so that they fit."""
+    part = examples
+    while need * part / examples > free:
+        part //= 2
+    return part
 
 
 def race_steps(
-    setting: str, spec: TaskSpec, names: Iterable[str], batches: Iterator[Batch], rounds: int, device: torch.device
+    setting: str, spec: TaskSpec, names: Iterable[str], batches: Iterator[Batch], rounds: int
 ) -> dict[str, Any]:
-    """Seconds and FLOP of each model and the matmul rate in each round; peak bytes on the first batch, the longest."""
-    longest = ids, labels = next(batches)
-    plans, said = plan_steps(setting, spec, names, longest, device)
-    trained = {name: Trained(model(name, spec), device) for name in plans}
-    shapes = []  # of each round, the warm-up first
+    """Seconds and FLOP of each model and the matmul rate in each round; peak bytes on the first batch, the longest.
+
+    Each model takes the part of a batch that fits, and its seconds are scaled to the whole. What is large is the n x n
+    weights. `left_out` has a sentence for each that does not take the whole of the longest batch.
+    """
+    ids, labels = next(batches)
+    examples, longest = len(ids), ids.shape[-1]
+    devices.keep_freed(False)
+    left = math.inf if (bytes_left := devices.free_bytes(CPU)) is None else bytes_left
+    free = left / SPREAD  # for a step, whose freed memory is kept
+    trained, peaks, left_out = {}, {}, []
+    for name in names:
+        try:
+            one = Trained(model(name, spec), CPU)
+            peak = one.estimate_peak(ids, labels, examples)
+            estimated = peak > MEASURED * left
+            peak = peak if estimated else one.peak(ids, labels)
+        except (RuntimeError, MemoryError) as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            left_out.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
+            continue
+        part = fitting(examples, peak, free)
+        if part:
+            trained[name], peaks[name] = one, peak
+        if part < examples:
+            outcome = f"it is timed on at least {part} of them and scaled" if part else "not even one fits"
+            needs = mebibytes(peak) + " (estimated from batches of 1 and 2)" * estimated
+            needs += f", and only {mebibytes(int(free))} are free"
+            left_out.append(f"{setting}: a step of {name} on {examples} examples needs {needs}: {outcome}.")
+    devices.keep_freed(True)
+
+    raced = list(itertools.islice(batches, rounds + 1))  # the first warms up
+    shapes = [(len(ids), ids.shape[-1]) for ids, _ in raced]
+    parts = {
+        name: [fitting(examples, (n / longest) ** 2 * peak, free) for _, n in shapes] for name, peak in peaks.items()
+    }
 
     def arms(number: int) -> dict[str, Callable[[], object]]:
-        ids, labels = next(batches)
-        shapes.append([len(ids), ids.shape[-1]])
-        parts = {name: plan.part(ids.shape[-1]) for name, plan in plans.items()}
-        return {name: partial(trained[name].step, ids[:part], labels[:part]) for name, part in parts.items()}
+        first = {name: part[number] for name, part in parts.items()}
+        return {name: partial(each.step, *(x[: first[name]] for x in raced[number])) for name, each in trained.items()}
 
-    seconds, rates = bench.race_with_rate(arms, rounds, device, label=setting)
-    del shapes[0]
-    lengths, measured = [n for _, n in shapes], {}
-    for name, plan in plans.items():
-        passes = {n: partial(trained[name].forward_backward, ids[:1, ..., :n], labels[:1]) for n in lengths}
-        flop = {n: bench.count_flop(passes[n]) for n in passes}
-        parts = [plan.part(n) for n in lengths]
+    seconds, rates = bench.race_with_rate(arms, rounds, CPU, label=setting)
+    measured = {}
+    for name, each in trained.items():
+        of_one = {n: partial(each.forward_backward, ids[:1, ..., :n], labels[:1]) for _, n in shapes}
+        flop = {n: bench.count_flop(work) for n, work in of_one.items()}
         measured[name] = {
-            "seconds": [s * plan.examples / part for s, part in zip(seconds[name], parts, strict=True)],
-            "examples": parts,
-            "flop": [size * flop[n] for size, n in shapes],
-            "peak_bytes": plan.peak_bytes,
+            "seconds": [s * examples / part for s, part in zip(seconds[name], parts[name][1:], strict=True)],
+            "examples": parts[name][1:],
+            "flop": [size * flop[n] for size, n in shapes[1:]],
+            "peak_bytes": peaks[name],
         }
-    return {"shapes": shapes, "matmul_rate": rates, "arms": measured, "left_out": said}
+    return {"shapes": shapes[1:], "matmul_rate": rates, "arms": measured, "left_out": left_out}
 
 
 def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Iterator[Batch]:
@@ -191,27 +171,20 @@ def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Itera
         yield torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
 
 
-def batches_of(
-    setting: str, imdb: str | None, folder: str, device: torch.device
-) -> Iterator[tuple[str, dict[str, Any], TaskSpec, Iterator[Batch]]]:
-    """The parts of a setting: a label, keys for the report, the task, its sizes those of its YAML, and the batches."""
-    name, kind = setting.split("-") if "-" in setting else ("text", setting)
+def batches_of(setting: str, imdb: str | None, folder: str) -> tuple[dict[str, Any], TaskSpec, Iterator[Any]]:
+    """What the report says of a setting, the task, whose sizes are those of its YAML, and the batches."""
+    name, kind = setting.split("-")
     config = configs.compose(f"task={name}")
     size, spec, trim = config.task.batch_size, TASKS[name].spec(config.task.data.length), kind == "real"
-    if kind == "lengths":
-        for n in LENGTHS:
-            yield f"lengths, n = {n:,}", {"n": n}, spec, full(spec, TOKENS // n, n, device)
-        return
-    shape = {"task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": size}
-    batches: Iterator[Any] = full(spec, size, spec.length, device)
-    if trim:
-        config.task.data.examples = EXAMPLES
-        task = configs.build(config, "task.data", folder=folder, origin=imdb if name == "text" else None)
-        order, train = task.order(size, seed=0, bucket=True), task.splits["train"]
-        longest = np.resize(np.argsort(-train.lengths, kind="stable"), size)
-        chosen = itertools.chain([longest], (order.indices(step) for step in itertools.count()))
-        batches = devices.feed(device, (train.batch(indices, trim=True) for indices in chosen))
-    yield setting, {"setting": setting} | shape, spec, batches
+    keys = {"setting": setting, "task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": size}
+    if not trim:
+        return keys, spec, full(spec, size, spec.length, CPU)
+    config.task.data.examples = EXAMPLES
+    task = configs.build(config, "task.data", folder=folder, origin=imdb if name == "text" else None)
+    order, train = task.order(size, seed=0, bucket=True), task.splits["train"]
+    longest = np.resize(np.argsort(-train.lengths, kind="stable"), size)
+    chosen = itertools.chain([longest], map(order.indices, itertools.count()))
+    return keys, spec, devices.feed(CPU, (train.batch(indices, trim=True) for indices in chosen))
 
 
 def crossing(lengths: Sequence[int], ratios: Sequence[float]) -> float:
@@ -228,18 +201,18 @@ def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     names = dict.fromkeys(name for result in results for name in result["arms"] if name not in BASELINES)
     for name, to in itertools.product(reversed(names), ("transformer_sdpa", "transformer")):
-        measured = [(each["n"], ratios) for each in results if (ratios := bench.ratios(each["arms"], name, to))]
+        measured = {each["n"]: ratios for each in results if (ratios := bench.ratios(each["arms"], name, to))}
         if not measured:
             continue
-        lengths, by_length = zip(*measured, strict=True)
-        n = crossing(lengths, [median(ratios) for ratios in by_length])
-        rounds = [crossing(lengths, ratios) for ratios in zip(*by_length, strict=True)]
+        lengths = list(measured)
+        rounds = [crossing(lengths, ratios) for ratios in zip(*measured.values(), strict=True)]
+        n = crossing(lengths, [median(ratios) for ratios in measured.values()])
         numbers = {"n": n, "low": min(rounds), "high": max(rounds)}
         where = {0.0: "at every length measured", math.inf: "at no length measured"}.get(n, f"from n = {n:,.0f} on")
         ends = {0.0: f"below {lengths[0]:,}", math.inf: f"above {lengths[-1]:,}"}
-        spread = " to ".join(ends.get(x, f"{x:,.0f}") for x in (min(rounds), max(rounds)))
+        low, high = (ends.get(numbers[end], f"{numbers[end]:,.0f}") for end in ("low", "high"))
         known = {key: x if 0 < x < math.inf else None for key, x in numbers.items()}
-        says = f"{name} is faster than {to} {where} (single rounds: {spread})."
+        says = f"{name} is faster than {to} {where} (single rounds: {low} to {high})."
         found.append({"model": name, "baseline": to, **known, "says": says})
     return found
 
@@ -249,14 +222,18 @@ def table(report: dict[str, Any]) -> str:
     parts = [f"{line}\n" for line in report["left_out"]]
     for result in report["results"]:
         lengths, rates, arms, rows = [n for _, n in result["shapes"]], result["matmul_rate"], result["arms"], []
+        memory = arms.get(BASELINES[0], {}).get("peak_bytes")
         for name, arm in arms.items():
-            row = {"model": name, "ms (range)": bench.milliseconds(arms, name, ".0f")}
-            row |= {f"time / {to} (range)": bench.with_range(bench.ratios(arms, name, to)) for to in BASELINES}
-            row["peak MiB"] = f"{arm['peak_bytes'] / 2**20:,.0f}"
-            of_baseline = arm["peak_bytes"] / arms[BASELINES[0]]["peak_bytes"] if BASELINES[0] in arms else None
-            row[f"memory / {BASELINES[0]}"] = f"{of_baseline:.3g}" if of_baseline else "-"
             share = median(f / s / rate for f, s, rate in zip(arm["flop"], arm["seconds"], rates, strict=True))
-            rows.append(row | {"of matmul rate": f"{share:.0%}"})
+            row = {
+                "model": name,
+                "ms (range)": bench.milliseconds(arms, name, ".0f"),
+                **{f"time / {to} (range)": bench.with_range(bench.ratios(arms, name, to)) for to in BASELINES},
+                "peak MiB": f"{arm['peak_bytes'] / 2**20:,.0f}",
+                f"memory / {BASELINES[0]}": f"{arm['peak_bytes'] / memory:.3g}" if memory else "-",
+                "of matmul rate": f"{share:.0%}",
+            }
+            rows.append(row)
         padded = f"padded to {min(lengths):,}-{max(lengths):,}, median {median(lengths):,.0f}"
         rate = f"matmul rate {median(rates) / 1e9:.0f} GFLOP/s; rounds: {len(lengths)}"
         parts.append(bench.section(result["setting"], f"batches of {result['batch_size']}, {padded}; {rate}", rows))
@@ -273,7 +250,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def measure(options: Namespace, device: torch.device) -> dict[str, Any]:
+def measure(options: Namespace) -> dict[str, Any]:
     for name in options.models or ():
         compose(f"model={name}")  # an unknown name is an error now, not when half of the work is done
     names = dict.fromkeys([*TRUNKS, *BASELINES, *(options.models or PAPER["accuracy"]["text"])])
@@ -282,19 +259,18 @@ def measure(options: Namespace, device: torch.device) -> dict[str, Any]:
     absent |= {setting: "--settings does not name it" for setting in SETTINGS if setting not in options.settings}
     left_out = [f"{setting} is left out: {why}." for setting, why in absent.items()]
     results, lengths = [], []
-    devices.prepare(device, 1)
+    devices.prepare(CPU, 1)
     with tempfile.TemporaryDirectory() as folder:
-        for setting in (setting for setting in SETTINGS if setting not in absent):
+        for setting in (setting for setting in SETTINGS[:-1] if setting not in absent):
+            keys, spec, batches = batches_of(setting, options.imdb, folder)
             rounds = options.rounds or ROUNDS[setting.rpartition("-")[2]]
-            for label, keys, spec, batches in batches_of(setting, options.imdb, folder, device):
-                if setting == "lengths":
-                    measured = race_steps(label, spec, over_lengths, batches, rounds, device)
-                    seconds = {name: {"seconds": arm["seconds"]} for name, arm in measured["arms"].items()}
-                    lengths.append(keys | {"arms": seconds})
-                else:
-                    measured = race_steps(label, spec, names, batches, rounds, device)
-                    results.append(keys | measured)
-                left_out += measured.pop("left_out")
-    provenance = bench.provenance(device, devices.choose_precision("auto", device))
+            raced = race_steps(setting, spec, names, batches, rounds)
+            left_out += raced.pop("left_out")
+            results.append(keys | raced)
+    for n in LENGTHS if "lengths" not in absent else ():
+        spec, rounds = text.spec(LENGTHS[-1]), options.rounds or ROUNDS["lengths"]
+        raced = race_steps(f"lengths, n = {n:,}", spec, over_lengths, full(spec, TOKENS // n, n, CPU), rounds)
+        left_out += raced["left_out"]
+        lengths.append({"n": n, "arms": {name: {"seconds": arm["seconds"]} for name, arm in raced["arms"].items()}})
     over_length = {"tokens": TOKENS, "results": lengths, "break_even": break_even(lengths)}
-    return provenance | {"left_out": left_out, "results": results, "lengths": over_length}
+    return bench.provenance(CPU) | {"left_out": left_out, "results": results, "lengths": over_length}
