@@ -18,6 +18,7 @@ from macformer.attention import RMFAttention
 from macformer.bench import attention, models
 from macformer.bench.race import count_flop, race
 from macformer.harness import config as configs
+from macformer.harness.progress import mebibytes
 from scripts import bench
 from tests.conftest import ROOT
 
@@ -157,14 +158,12 @@ def test_models_race_on_every_task(tmp_path: Path, capsys: pytest.CaptureFixture
         assert n % 64 == 0 if trim else n == 128
         assert (list(result["arms"]), len(result["matmul_rate"])) == (names, 1)
         for arm in result["arms"].values():
-            assert arm.keys() == {"seconds", "examples", "flop", "peak_bytes"}
-            assert (arm["examples"], len(arm["seconds"]), len(arm["flop"])) == ([4], 1, 1)
-            assert min(*arm["seconds"], *arm["flop"], arm["peak_bytes"]) > 0
-    one, two = (
-        [raced[setting]["arms"][name]["flop"][0] for name in names] for setting in ("text-full", "retrieval-full")
-    )
-    assert two == pytest.approx([2 * flop for flop in one], rel=0.01)  # two texts a pair, and a wider head
-    explicit, checkpointed, sdpa = (raced["text-full"]["arms"][name]["peak_bytes"] for name in models.BASELINES)
+            assert (arm.keys(), arm["examples"]) == ({"seconds", "examples", "flop", "peak_bytes"}, [4])
+            (seconds,), (flop,) = arm["seconds"], arm["flop"]
+            assert min(seconds, flop, arm["peak_bytes"]) > 0
+    for name, one in (text_arms := raced["text-full"]["arms"]).items():  # two texts a pair, and a wider head
+        assert raced["retrieval-full"]["arms"][name]["flop"][0] == pytest.approx(2 * one["flop"][0], rel=0.01)
+    explicit, checkpointed, sdpa = (text_arms[name]["peak_bytes"] for name in models.BASELINES)
     assert sdpa < checkpointed < explicit
     lengths = found["lengths"]
     assert (lengths["tokens"], [result["n"] for result in lengths["results"]]) == (256, [64, 128])
@@ -190,30 +189,12 @@ def test_the_memory_of_a_race_is_that_of_a_run(tmp_path: Path) -> None:
     assert (raced["arms"]["rfa"]["peak_bytes"], raced["left_out"]) == (pytest.approx(peak, rel=0.01), [])
 
 
-def test_what_is_estimated_of_the_memory_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From batches of one and two, for eight. Half the length needs a quarter: there all eight fit."""
-    spec = text.spec(128)
-
-    def raced() -> tuple[dict[str, Any], list[str]]:
-        long, short = (next(models.full(spec, 8, n, CPU)) for n in (128, 64))
-        found = models.race_steps("full", spec, ["transformer"], iter([long, short, long, short]), 2)
-        return found["arms"]["transformer"], found["left_out"]
-
-    whole, said = raced()
-    assert (whole["examples"], said) == ([8, 8], [])
-    monkeypatch.setattr(models.devices, "free_bytes", lambda device: whole["peak_bytes"])
-    part, (said,) = raced()
-    assert part["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.05)
-    assert part["examples"] == [2, 8]
-    assert "(estimated from batches of 1 and 2), and only" in said
-    assert "at least 2 of them" in said
-
-
+@pytest.mark.parametrize(("room", "fit", "how"), [(0.5, 4, ""), (0.34, 2, " (estimated from batches of 1 and 2)")])
 def test_a_step_that_does_not_fit_takes_a_part_of_the_batch_and_its_time_is_scaled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: float, fit: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for two of four examples of explicit softmax. On this clock a step takes 1 an example, all else nearly 0."""
-    clock, step = [0.0], models.Trained.step
+    """Half the length needs a quarter: there all fit. On this clock a step takes 1 an example, all else nearly 0."""
+    clock, step, spec = [0.0], models.Trained.step, text.spec(128)
 
     def by_the_clock(self: models.Trained, ids: Tensor, labels: Tensor) -> None:
         step(self, ids, labels)
@@ -223,32 +204,29 @@ def test_a_step_that_does_not_fit_takes_a_part_of_the_batch_and_its_time_is_scal
         clock[0] += 1e-6
         return clock[0]
 
-    def raced() -> tuple[dict[str, Any], str]:
-        found = report(tmp_path, "models", "--rounds", "2", "--settings", "listops-full", "--models", "rfa")
-        return found["results"][0]["arms"], "\n".join(found["left_out"])
+    def raced() -> tuple[dict[str, Any], list[str]]:
+        long, short = (next(models.full(spec, 8, n, CPU)) for n in (128, 64))
+        found = models.race_steps("full", spec, ["transformer"], iter([long, short, long, short]), 2)
+        return found["arms"]["transformer"], found["left_out"]
 
     monkeypatch.setattr(models.Trained, "step", by_the_clock)
     monkeypatch.setattr(models.devices, "now", now)
     whole, said = raced()
-    assert "a step of" not in said
-    room = 0.9 * whole["transformer"]["peak_bytes"]
-    assert whole["rfa"]["peak_bytes"] < room
-    monkeypatch.setattr(models.devices, "free_bytes", lambda device: int(models.SPREAD * room))
-    parts, said = raced()
-    assert parts.keys() == whole.keys()
-    for name, arm in parts.items():
-        halved = whole[name]["peak_bytes"] > room
-        assert arm["seconds"] == pytest.approx([4.0, 4.0], rel=1e-4)
-        assert (whole[name]["examples"], arm["examples"]) == ([4, 4], [2, 2] if halved else [4, 4])
-        assert (arm["flop"], arm["peak_bytes"]) == (whole[name]["flop"], whole[name]["peak_bytes"])
-        needs = f"listops-full: a step of {name} on 4 examples needs {arm['peak_bytes'] / 2**20:,.0f} MiB, and only"
-        assert halved == (needs in said)
-    assert "are free: it is timed on at least 2 of them and scaled." in said
+    assert (whole["examples"], said) == ([8, 8], [])
+    free = int(room * whole["peak_bytes"])
+    monkeypatch.setattr(models.devices, "free_bytes", lambda device: models.SPREAD * free)
+    part, said = raced()
+    assert (part["examples"], part["flop"]) == ([fit, 8], whole["flop"])
+    assert part["seconds"] == pytest.approx([8.0, 8.0], rel=1e-4)
+    assert part["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.05 if how else 0)
+    needs = f"full: a step of transformer on 8 examples needs {mebibytes(part['peak_bytes'])}{how}"
+    only = f"only {mebibytes(free)} are free: it is timed on at least {fit} of them and scaled."
+    assert said == [f"{needs}, and {only}"]
 
 
-@pytest.mark.parametrize(("need", "part"), [(100, 12), (101, 6), (200, 6), (399, 3), (401, 1), (1200, 1), (1201, 0)])
-def test_a_part_is_half_of_a_half_until_it_fits(need: int, part: int) -> None:
-    assert models.fitting(12, need, free=100) == part
+def test_a_part_is_half_of_a_half_until_it_fits() -> None:
+    needs = [100, 101, 200, 399, 401, 1200, 1201]
+    assert [models.fitting(12, need, free=100) for need in needs] == [12, 6, 6, 3, 1, 1, 0]
 
 
 def test_who_does_not_fit_is_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,6 @@ BASELINES = {"explicit": "explicit", "sdpa": "SDPA", "plain": "plain torch", "pl
 LENGTHS = {"attention": [2**i for i in range(8, 15)], "core": [1024, 2048, 4096]}
 ROUNDS = {"attention": 5, "core": 15}
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Draws = dict[str, list[nn.Module]]  # of each attention one for each round, the warm-up first
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, mask
 
 
@@ -133,12 +132,14 @@ def fault(name: str, draws: list[nn.Module]) -> str:
         if not (off[0] < 1e-5 and all(each < 1e-4 for each in off[1:])):
             numbers = ", ".join(f"{each:.1e}" for each in off)
             return f"its output and gradients of q, k and v are off by {numbers} at n = {n:,}"
-    sdpa, explicit = (flop_of_a_head(SOFTMAX[softmax], CHECKED[0]) for softmax in ("sdpa", "explicit"))
-    return "torch does not take its fused kernel" if name == "sdpa" and sdpa == explicit else ""
+    return ""
 
 
-def race_shape(draws: Draws, rounds: int, B: int, H: int, n: int) -> dict[str, Any]:
-    """Seconds and FLOP of each attention and the matmul rate in each round; peak bytes of the draw with most FLOP."""
+def race_shape(draws: dict[str, list[nn.Module]], rounds: int, B: int, H: int, n: int) -> dict[str, Any]:
+    """Seconds and FLOP of each attention and the matmul rate in each round; peak bytes of the draw with most FLOP.
+
+    An attention has a draw for each round, the warm-up first.
+    """
     data, measured = inputs(B, H, n), {}
 
     def arms(number: int) -> dict[str, Callable[[], Any]]:
@@ -181,22 +182,19 @@ def plot(report: dict[str, Any]) -> bytes:
     from matplotlib.figure import Figure  # an extra
 
     figure, content = Figure(figsize=(11, 8), layout="tight"), io.BytesIO()
-    for (time, memory), (B, H) in zip(figure.subplots(2, 2, sharex="col").T, (MANY, ONE), strict=True):
+    panels = figure.subplots(2, 2, sharex="col")
+    rows = ("seconds", 1e3, "ms, forward + backward"), ("peak_bytes", 2**-20, "peak MiB beyond the inputs")
+    for (i, (key, scale, unit)), (j, (B, H)) in itertools.product(enumerate(rows), enumerate((MANY, ONE))):
         chosen = [r for r in report["results"] if r["shape"]["B"] == B and r["allocator"] == "default"]
-        lengths = [r["shape"]["n"] for r in chosen]
+        lengths, panel = [r["shape"]["n"] for r in chosen], panels[i, j]
         for name in chosen[0]["arms"] if chosen else ():
-            arms = [r["arms"][name] for r in chosen]
-            ms = 1e3 * np.array([arm["seconds"] for arm in arms])
-            style = {"marker": "o", "ms": 4, "ls": "--" if name in SOFTMAX else "-", "label": name}
-            (line,) = time.plot(lengths, np.median(ms, 1), **style)
-            time.fill_between(lengths, ms.min(1), ms.max(1), color=line.get_color(), alpha=0.15, lw=0)
-            memory.plot(lengths, [arm["peak_bytes"] / 2**20 for arm in arms], **style)
-        time.set(title=f"{B} x {H} heads of width {HEAD_DIM}, D = {FEATURES}", ylabel="ms, forward + backward")
-        memory.set(xlabel="length n", ylabel="peak MiB beyond the inputs")
-        for panel in (time, memory):
-            panel.set(xscale="log", yscale="log", xticks=lengths, xticklabels=[f"{n:,}" for n in lengths])
-            panel.minorticks_off()
-            panel.grid(alpha=0.3)
+            y = scale * np.array([np.atleast_1d(r["arms"][name][key]) for r in chosen])
+            panel.plot(lengths, np.median(y, 1), marker="o", ms=4, ls="--" if name in SOFTMAX else "-", label=name)
+            panel.fill_between(lengths, y.min(1), y.max(1), alpha=0.15, lw=0)
+        panel.set(title=f"{B} x {H} heads of width {HEAD_DIM}, D = {FEATURES}", xlabel="length n", ylabel=unit)
+        panel.set(xscale="log", yscale="log", xticks=lengths, xticklabels=[f"{n:,}" for n in lengths])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
     figure.suptitle("{device_name}, {threads} thread, torch {torch}".format(**report["environment"]), fontsize=10)
     figure.savefig(content, dpi=120)

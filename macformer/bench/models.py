@@ -49,6 +49,7 @@ OVER_LENGTHS = ("rfa", "macformer_exp")  # the other kernels take as long
 MEASURED = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
 SPREAD = 3  # resident bytes to live ones, at most, as kept memory is split up (docs/log.md)
 CPU = torch.device("cpu")
+Report = dict[str, Any]
 Batch = tuple[Tensor, Tensor]  # ids, labels
 compose = cache(configs.compose)  # takes longer than some steps
 
@@ -85,7 +86,7 @@ class Trained:
         if not self.optimizer.state:
             self.step(ids[:1], labels[:1])
         self.optimizer.zero_grad()
-        moments = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        moments = (moment for state in self.optimizer.state.values() for moment in state.values())
         state = [*self.model.parameters(), *self.model.buffers(), *moments]
         return devices.peak_bytes(self.device, state, partial(self.forward_backward, ids, labels))
 
@@ -103,9 +104,7 @@ def fitting(examples: int, need: float, free: float) -> int:
     return part
 
 
-def race_steps(
-    setting: str, spec: TaskSpec, names: Iterable[str], batches: Iterator[Batch], rounds: int
-) -> dict[str, Any]:
+def race_steps(label: str, spec: TaskSpec, names: Iterable[str], batches: Iterator[Batch], rounds: int) -> Report:
     """Seconds and FLOP of each model and the matmul rate in each round; peak bytes on the first batch, the longest.
 
     Each model takes the part of a batch that fits, and its seconds are scaled to the whole. What is large is the n x n
@@ -126,40 +125,40 @@ def race_steps(
         except (RuntimeError, MemoryError) as error:
             if not devices.is_out_of_memory(error):
                 raise
-            left_out.append(f"{setting} is without {name}: {str(error).splitlines()[0]}.")
+            left_out.append(f"{label} is without {name}: {str(error).splitlines()[0]}.")
             continue
-        part = fitting(examples, peak, free)
-        if part:
+        if count := fitting(examples, peak, free):
             trained[name], peaks[name] = one, peak
-        if part < examples:
-            outcome = f"it is timed on at least {part} of them and scaled" if part else "not even one fits"
+        if count < examples:
+            outcome = f"it is timed on at least {count} of them and scaled" if count else "not even one fits"
             needs = mebibytes(peak) + " (estimated from batches of 1 and 2)" * estimated
-            needs += f", and only {mebibytes(int(free))} are free"
-            left_out.append(f"{setting}: a step of {name} on {examples} examples needs {needs}: {outcome}.")
+            only = f"only {mebibytes(int(free))} are free: {outcome}."
+            left_out.append(f"{label}: a step of {name} on {examples} examples needs {needs}, and {only}")
     devices.keep_freed(True)
 
     raced = list(itertools.islice(batches, rounds + 1))  # the first warms up
-    shapes = [(len(ids), ids.shape[-1]) for ids, _ in raced]
-    parts = {
-        name: [fitting(examples, (n / longest) ** 2 * peak, free) for _, n in shapes] for name, peak in peaks.items()
-    }
+
+    def part(name: str, n: int) -> int:
+        return fitting(examples, (n / longest) ** 2 * peaks[name], free)
 
     def arms(number: int) -> dict[str, Callable[[], object]]:
-        first = {name: part[number] for name, part in parts.items()}
-        return {name: partial(each.step, *(x[: first[name]] for x in raced[number])) for name, each in trained.items()}
+        ids, labels = raced[number]
+        parts = {name: part(name, ids.shape[-1]) for name in trained}
+        return {name: partial(trained[name].step, ids[:count], labels[:count]) for name, count in parts.items()}
 
-    seconds, rates = bench.race_with_rate(arms, rounds, CPU, label=setting)
-    measured = {}
+    seconds, rates = bench.race_with_rate(arms, rounds, CPU, label=label)
+    shapes, measured = [(len(ids), ids.shape[-1]) for ids, _ in raced[1:]], {}
     for name, each in trained.items():
         of_one = {n: partial(each.forward_backward, ids[:1, ..., :n], labels[:1]) for _, n in shapes}
         flop = {n: bench.count_flop(work) for n, work in of_one.items()}
+        parts = [part(name, n) for _, n in shapes]
         measured[name] = {
-            "seconds": [s * examples / part for s, part in zip(seconds[name], parts[name][1:], strict=True)],
-            "examples": parts[name][1:],
-            "flop": [size * flop[n] for size, n in shapes[1:]],
+            "seconds": [s * examples / count for s, count in zip(seconds[name], parts, strict=True)],
+            "examples": parts,
+            "flop": [size * flop[n] for size, n in shapes],
             "peak_bytes": peaks[name],
         }
-    return {"shapes": shapes[1:], "matmul_rate": rates, "arms": measured, "left_out": left_out}
+    return {"shapes": shapes, "matmul_rate": rates, "arms": measured, "left_out": left_out}
 
 
 def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Iterator[Batch]:
@@ -171,7 +170,7 @@ def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Itera
         yield torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
 
 
-def batches_of(setting: str, imdb: str | None, folder: str) -> tuple[dict[str, Any], TaskSpec, Iterator[Any]]:
+def batches_of(setting: str, imdb: str | None, folder: str) -> tuple[Report, TaskSpec, Iterator[Any]]:
     """What the report says of a setting, the task, whose sizes are those of its YAML, and the batches."""
     name, kind = setting.split("-")
     config = configs.compose(f"task={name}")
@@ -196,7 +195,7 @@ def crossing(lengths: Sequence[int], ratios: Sequence[float]) -> float:
     return n * (longer / n) ** ((above - 1) / (above - below))
 
 
-def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def break_even(results: list[Report]) -> list[Report]:
     """From which length on each model is faster than the Transformers: by the medians, and by each round alone."""
     found = []
     names = dict.fromkeys(name for result in results for name in result["arms"] if name not in BASELINES)
@@ -206,18 +205,17 @@ def break_even(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         lengths = list(measured)
         rounds = [crossing(lengths, ratios) for ratios in zip(*measured.values(), strict=True)]
-        n = crossing(lengths, [median(ratios) for ratios in measured.values()])
-        numbers = {"n": n, "low": min(rounds), "high": max(rounds)}
+        n, low, high = crossing(lengths, list(map(median, measured.values()))), min(rounds), max(rounds)
         where = {0.0: "at every length measured", math.inf: "at no length measured"}.get(n, f"from n = {n:,.0f} on")
         ends = {0.0: f"below {lengths[0]:,}", math.inf: f"above {lengths[-1]:,}"}
-        low, high = (ends.get(numbers[end], f"{numbers[end]:,.0f}") for end in ("low", "high"))
-        known = {key: x if 0 < x < math.inf else None for key, x in numbers.items()}
-        says = f"{name} is faster than {to} {where} (single rounds: {low} to {high})."
+        spread = " to ".join(ends.get(x, f"{x:,.0f}") for x in (low, high))
+        says = f"{name} is faster than {to} {where} (single rounds: {spread})."
+        known = {key: x if 0 < x < math.inf else None for key, x in {"n": n, "low": low, "high": high}.items()}
         found.append({"model": name, "baseline": to, **known, "says": says})
     return found
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: Report) -> str:
     """Markdown."""
     parts = [f"{line}\n" for line in report["left_out"]]
     for result in report["results"]:
@@ -250,7 +248,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def measure(options: Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> Report:
     for name in options.models or ():
         compose(f"model={name}")  # an unknown name is an error now, not when half of the work is done
     names = dict.fromkeys([*TRUNKS, *BASELINES, *(options.models or PAPER["accuracy"]["text"])])
