@@ -33,7 +33,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if name == "models":
             command.add_argument("--imdb", help="aclImdb_v1.tar.gz, for Text")
             command.add_argument("--models", type=lambda names: names.split(","), help="of configs/model: mine,rfa")
-            command.add_argument("--settings", nargs="+", choices=models.SETTINGS, default=list(models.SETTINGS))
+            command.add_argument("--settings", nargs="+", choices=models.ROUNDS, default=list(models.ROUNDS))
         else:
             command.add_argument("--lengths", type=positive, nargs="+", default=attention.LENGTHS[name])
     return parser.parse_args(arguments)

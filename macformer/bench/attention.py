@@ -205,8 +205,8 @@ def measure(options: Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     by_seed = [attentions(seed, options.command) for seed in range(options.rounds + 1)]
     draws = {name: [each[name] for each in by_seed] for name in by_seed[0]}
-    no_figure = {name: said for name, each in draws.items() if (said := fault(name, each))}
-    draws = {name: each for name, each in draws.items() if name not in no_figure}
+    no_figure = {name: said for name in draws if (said := fault(name, draws[name]))}
+    draws = {name: draws[name] for name in draws if name not in no_figure}
     results = []
     for B, H, shortest, longest, allocator in RUNS[options.command]:
         if allocator == "keeping":

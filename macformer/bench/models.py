@@ -37,12 +37,12 @@ from macformer.harness import device as devices
 from macformer.harness.progress import mebibytes
 from macformer.harness.trainer import CLIP, EPS
 
-ROUNDS = {"real": 15, "full": 5, "lengths": 10}  # at full length softmax takes up to minutes a step
+# Setting -> rounds. At full length softmax takes up to minutes a step.
+ROUNDS = {"text-real": 15, "listops-real": 15, "listops-full": 5, "text-full": 5, "retrieval-full": 5, "lengths": 10}
 EXAMPLES = {"train": 4096, "dev": 16, "test": 16}  # a few windows of buckets
 TASKS = {"listops": listops, "text": text, "retrieval": retrieval}
 TRUNKS = {"identity": "transformer_sdpa", "identity, ppSBN": "macformer_exp"}  # all but the attention of these
 BASELINES = ("transformer", "transformer_checkpointed", "transformer_sdpa")
-SETTINGS = ("text-real", "listops-real", "listops-full", "text-full", "retrieval-full", "lengths")
 PAPER = json.loads((Path(__file__).parents[2] / "results" / "paper.json").read_text())
 TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 OVER_LENGTHS = ("rfa", "macformer_exp")  # the other kernels take as long
@@ -254,19 +254,18 @@ def measure(options: Namespace) -> Report:
     names = dict.fromkeys([*TRUNKS, *BASELINES, *(options.models or PAPER["accuracy"]["text"])])
     over_lengths = dict.fromkeys([BASELINES[0], BASELINES[2], *(options.models or OVER_LENGTHS)])
     absent = {} if options.imdb else {"text-real": "it needs --imdb (make bench IMDB=path)"}
-    absent |= {setting: "--settings does not name it" for setting in SETTINGS if setting not in options.settings}
+    absent |= {setting: "--settings does not name it" for setting in ROUNDS if setting not in options.settings}
     left_out = [f"{setting} is left out: {why}." for setting, why in absent.items()]
     results, lengths = [], []
     devices.prepare(CPU, 1)
     with tempfile.TemporaryDirectory() as folder:
-        for setting in (setting for setting in SETTINGS[:-1] if setting not in absent):
+        for setting in (setting for setting in ROUNDS if setting not in (*absent, "lengths")):
             keys, spec, batches = batches_of(setting, options.imdb, folder)
-            rounds = options.rounds or ROUNDS[setting.rpartition("-")[2]]
-            raced = race_steps(setting, spec, names, batches, rounds)
+            raced = race_steps(setting, spec, names, batches, options.rounds or ROUNDS[setting])
             left_out += raced.pop("left_out")
             results.append(keys | raced)
+    spec, rounds = text.spec(LENGTHS[-1]), options.rounds or ROUNDS["lengths"]
     for n in LENGTHS if "lengths" not in absent else ():
-        spec, rounds = text.spec(LENGTHS[-1]), options.rounds or ROUNDS["lengths"]
         raced = race_steps(f"lengths, n = {n:,}", spec, over_lengths, full(spec, TOKENS // n, n, CPU), rounds)
         left_out += raced["left_out"]
         lengths.append({"n": n, "arms": {name: {"seconds": arm["seconds"]} for name, arm in raced["arms"].items()}})

@@ -38,7 +38,7 @@ def race(
     `label` each round is announced.
     """
     order = random.Random(seed)
-    for number in range(0 if warm_up else 1, rounds + 1):
+    for number in range(1 - warm_up, rounds + 1):
         if label:
             print(f"{label}: round {number} of {rounds}", file=sys.stderr)
         calls, taken = arms(number), {}
@@ -77,9 +77,8 @@ def matmul(device: torch.device) -> Callable[[], None]:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts the FLOP of matrix products while they happen, so that any attention has a figure.
+    """2 n a b for the product of an n x a and an a x b matrix; fused attention has 2 products forward and 5 backward.
 
-    A product of an n x a and an a x b matrix has 2 n a b; fused attention has 2 of them forward and 5 backward.
     torch's own counter knows neither products in place nor fused attention on the CPU.
     """
 
