@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lra_data.base import DataError
 from macformer.bench import attention, models, race
+from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness.config import ConfigError
 
@@ -29,6 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         form, said = argparse.RawDescriptionHelpFormatter, f"{module.__doc__}\n{race.__doc__}"
         command = commands.add_parser(name, description=said, formatter_class=form)
         command.add_argument("--output", type=Path, default=RESULTS, help="folder; default: results/bench")
+        command.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
         command.add_argument("--rounds", type=positive, default=attention.ROUNDS.get(name))
         if name == "models":
             command.add_argument("--imdb", help="aclImdb_v1.tar.gz, for Text")
@@ -45,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "attention" and not importlib.util.find_spec("matplotlib"):
         sys.exit("error: matplotlib is not there; pip install 'macformer[figures]' (make setup does)")
     try:
-        report = module.measure(options)
-    except (ConfigError, DataError) as error:
+        report = module.measure(options, devices.choose(options.device))
+    except (ConfigError, DataError, ValueError) as error:
         sys.exit(f"error: {error}")
     table = module.table(report)
     files.write(options.output / f"{name}.json", json.dumps(report, indent=1) + "\n")

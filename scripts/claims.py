@@ -41,7 +41,7 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def table2(effort: int) -> list[Finding]:
-    (records, _), bench = cells.load(RESULTS), cells.bench() or cells.NO_BENCH
+    (records, _), bench = cells.load(RESULTS), cells.bench()
     return experiments.table2(cells.tables(records, cells.floors(), bench, papers=True)[0], bench)
 
 

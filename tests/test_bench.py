@@ -82,13 +82,13 @@ def test_a_race_gives_each_arm_one_turn_a_round_and_keeps_nothing_of_it() -> Non
 @pytest.mark.parametrize("name", ["explicit", "checkpointed", "sdpa", "kernel", "rmfa_paper", "rmfa_order1"])
 def test_flop_are_those_of_the_products(name: str) -> None:
     """RMFA: W projections of q and of k, three times; [x, F] with values, six times; ones and the small A on top."""
-    n, d, attend = 1024, attention.HEAD_DIM, attention.attentions(seed=0)[name]
+    n, d, attend = 1024, attention.HEAD_DIM, attention.attentions(0, CPU)[name]
     if isinstance(attend, RMFAttention):
         _, _, rows, widths = attend.feature_map.folded(torch.float32)
         formula, extra = 12 * n * d * (rows.shape[1] + d + sum(widths[:1])), 0.08
     else:
         formula, extra = {"checkpointed": 8, "sdpa": 7}.get(name, 6) * 2 * n * n * d, 0
-    found = count_flop(partial(attention.run, attend, attention.inputs(1, 1, n)))
+    found = count_flop(partial(attention.run, attend, attention.inputs(1, 1, n, CPU)))
     assert formula <= found <= (1 + extra) * formula
 
 
@@ -97,7 +97,7 @@ def test_attentions_write_json_table_and_plot(tmp_path: Path, capsys: pytest.Cap
     assert [(r["shape"]["B"], r["shape"]["n"]) for r in found["results"]] == [(4, 64), (4, 1024), (1, 1024)]
     table = (tmp_path / "attention.md").read_text()
     for arms in (result["arms"] for result in found["results"]):
-        assert list(arms) == list(attention.attentions(seed=0))
+        assert list(arms) == list(attention.attentions(0, CPU))
         for name, arm in arms.items():
             assert len(arm["seconds"]) == len(arm["flop"]) == 2
             assert min(*arm["seconds"], *arm["flop"], arm["peak_bytes"]) > 0
@@ -109,7 +109,7 @@ def test_attentions_write_json_table_and_plot(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_core_races_the_same_formula_on_the_same_draw(tmp_path: Path) -> None:
-    rows = [each.feature_map.folded(torch.float32)[2] for each in attention.attentions(3, "core").values()]
+    rows = [each.feature_map.folded(torch.float32)[2] for each in attention.attentions(3, CPU, "core").values()]
     assert all(torch.equal(rows[0], other) for other in rows)
     (result,) = report(tmp_path, "core", "--lengths", "512", "--rounds", "1")["results"]
     (core, ours), *others = ((name, arm["peak_bytes"]) for name, arm in result["arms"].items())
@@ -126,7 +126,7 @@ def test_what_is_wrong_gets_no_figure(
     right = wrong.forward
     monkeypatch.setattr(wrong, "forward", lambda self, q, k, v, mask: right(self, q, k, v, torch.ones_like(mask)))
     (result,) = report(tmp_path, command, "--lengths", "64", "--rounds", "1", code=1)["results"]
-    every = attention.attentions(0, command)
+    every = attention.attentions(0, CPU, command)
     named = re.findall(r"(\w+) gets no figure: its output and gradients of q, k and v are off", capsys.readouterr().out)
     assert named == [name for name, arm in every.items() if isinstance(arm, wrong)]
     assert list(result["arms"]) == [name for name in every if name not in named]
@@ -183,8 +183,8 @@ def test_the_memory_of_a_race_is_that_of_a_run(tmp_path: Path) -> None:
     task = configs.build(config, "task.data", folder=str(tmp_path))
     trained = configs.build(config, "model", **asdict(task.spec))
     peak = configs.build(config, "trainer").fit(trained, task, CPU, 0).peaks["peak_bytes"]
-    _, spec, batches = models.batches_of("listops-real", None, str(tmp_path))
-    raced = models.race_steps("", spec, ["rfa"], batches, 1)
+    _, spec, batches = models.batches_of("listops-real", None, str(tmp_path), CPU)
+    raced = models.race_steps("", spec, ["rfa"], batches, 1, CPU)
     assert (raced["arms"]["rfa"]["peak_bytes"], raced["left_out"]) == (pytest.approx(peak, rel=0.01), [])
 
 
@@ -205,7 +205,7 @@ def test_a_step_that_does_not_fit_takes_a_part_of_the_batch_and_its_time_is_scal
 
     def raced() -> tuple[dict[str, Any], list[str]]:
         long, short = (next(models.full(spec, 8, n, CPU)) for n in (128, 64))
-        found = models.race_steps("full", spec, ["transformer"], iter([long, short, long, short]), 2)
+        found = models.race_steps("full", spec, ["transformer"], iter([long, short, long, short]), 2, CPU)
         return found["arms"]["transformer"], found["left_out"]
 
     monkeypatch.setattr(models.Trained, "step", by_the_clock)

@@ -270,7 +270,7 @@ def test_the_sentence_under_figure_4(better: float, seeds: int, says: str) -> No
 def test_what_is_not_there_cannot_be_checked() -> None:
     """Nor can one repeat or one seed."""
     assert set(verdicts([*report3(repeats=1), *figure4(0.1, seeds=1)]).values()) == {UNCHECKED}
-    table = experiments.table2(cells.tables([], [], None)[0], cells.NO_BENCH)
+    table = experiments.table2(cells.tables([], [], None)[0], {"results": []})
     found = verdicts([*experiments.figure3(None), *experiments.figure4(None), *table])
     assert found.keys() == {id for id in COMMITTED if id.startswith(("F3", "F4", "TAB"))}
     assert found.pop("TAB kernels suit tasks") == UNSURE  # it needs the paper's numbers alone
@@ -281,10 +281,10 @@ def test_records_of_the_paper_s_protocol_are_judged(monkeypatch: pytest.MonkeyPa
     """Three seeds on ListOps: RFA is better than the Transformer there, and worse in the paper; exp the other way."""
     monkeypatch.setattr("macformer.report.statistics.REPLICATES", 999)
     tables = cells.tables(fixture_records(), [], None)
-    found = named(experiments.table2(tables[0], cells.NO_BENCH), "TAB accuracy, listops")
+    found = named(experiments.table2(tables[0], {"results": []}), "TAB accuracy, listops")
     assert found["verdict"] == NO
     assert found["figures"]["rfa"].low > 0 > found["figures"]["macformer_exp"].high
-    others = verdicts(each for table in tables[1:] for each in experiments.table2(table, cells.NO_BENCH))
+    others = verdicts(each for table in tables[1:] for each in experiments.table2(table, {"results": []}))
     assert {verdict for id, verdict in others.items() if id.startswith("TAB accuracy")} == {UNCHECKED}
 
 

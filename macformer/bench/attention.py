@@ -34,7 +34,6 @@ from macformer.features import Sampling, products
 from macformer.folded import FLOOR, plain_attention
 from macformer.harness import device as devices
 
-CPU = torch.device("cpu")
 HEAD_DIM, FEATURES, KEPT = 32, 128, 0.9  # the share of keys that the mask keeps
 MANY, ONE = (4, 2), (1, 1)  # B, H: beyond n = 4096 the n x n weights of eight heads do not fit any more
 RUNS: dict[str, list[tuple[int, int, int, float, str]]] = {  # B, H, the shortest and the longest n, the allocator
@@ -79,11 +78,11 @@ class CheckpointedPlainTorch(PlainTorch):
         return checkpoint(super().forward, *data, use_reentrant=False)
 
 
-def attentions(seed: int, command: str = "attention") -> dict[str, nn.Module]:
+def attentions(seed: int, device: torch.device, command: str = "attention") -> dict[str, nn.Module]:
     """What is benchmarked, without dropout. The seed changes only those with random features."""
 
     def draw(make: type[nn.Module], **given: str) -> nn.Module:
-        return make(HEAD_DIM, FEATURES, generator=Generator().manual_seed(seed), **given)
+        return make(HEAD_DIM, FEATURES, generator=Generator().manual_seed(seed), **given).to(device)
 
     if command == "core":
         core = {"rmfa_paper": RMFAttention, "plain": PlainTorch, "plain_checkpoint": CheckpointedPlainTorch}
@@ -92,11 +91,11 @@ def attentions(seed: int, command: str = "attention") -> dict[str, nn.Module]:
     return SOFTMAX | {"rfa": draw(RFAttention)} | rmfa
 
 
-def inputs(B: int, H: int, n: int, dtype: torch.dtype = torch.float32) -> Inputs:
+def inputs(B: int, H: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Inputs:
     """q, k (rows of length one, as after pre-SBN), v, the output's gradient, the mask; laid out as in the model."""
     rng = Generator().manual_seed(n)
-    q, k, v, grad = (torch.randn(B, n, H, HEAD_DIM, generator=rng).transpose(1, 2).to(dtype) for _ in range(4))
-    mask = (torch.arange(n) < math.ceil(KEPT * n)).expand(B, -1)
+    q, k, v, grad = (torch.randn(B, n, H, HEAD_DIM, generator=rng).transpose(1, 2).to(device, dtype) for _ in range(4))
+    mask = (torch.arange(n) < math.ceil(KEPT * n)).expand(B, -1).to(device)
     q, k = (PreSBN()(x).detach().requires_grad_() for x in (q, k))
     return q, k, v.requires_grad_(), grad, mask
 
@@ -109,8 +108,8 @@ def run(attention: Attend, data: Inputs) -> tuple[Tensor, ...]:
 
 
 @cache
-def flop_of_a_head(attention: Attend, n: int) -> int:
-    return bench.count_flop(partial(run, attention, inputs(1, 1, n)))
+def flop_of_a_head(attention: Attend, n: int, device: torch.device) -> int:
+    return bench.count_flop(partial(run, attention, inputs(1, 1, n, device)))
 
 
 def definition(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -122,12 +121,12 @@ def definition(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tens
     return plain_attention(phi_q, phi_k, v, mask, FLOOR)  # a_0 of exp is 1
 
 
-def fault(name: str, draws: list[nn.Module]) -> str:
+def fault(name: str, draws: list[nn.Module], device: torch.device) -> str:
     """Where a draw differs from its definition in float64, relative to the largest value; nothing if all agree."""
     print(f"comparing {name} with its definition", file=sys.stderr)
     for attention, n in itertools.product(set(draws), CHECKED):
-        ours = run(attention, inputs(1, 2, n))
-        exact = run(partial(definition, attention), inputs(1, 2, n, torch.float64))
+        ours = run(attention, inputs(1, 2, n, device))
+        exact = run(partial(definition, attention), inputs(1, 2, n, device, torch.float64))
         off = [float((x - right).abs().max() / right.abs().max()) for x, right in zip(ours, exact, strict=True)]
         if not (off[0] < 1e-5 and all(each < 1e-4 for each in off[1:])):
             numbers = ", ".join(f"{each:.1e}" for each in off)
@@ -135,24 +134,26 @@ def fault(name: str, draws: list[nn.Module]) -> str:
     return ""
 
 
-def race_shape(draws: dict[str, list[nn.Module]], rounds: int, B: int, H: int, n: int) -> dict[str, Any]:
+def race_shape(
+    draws: dict[str, list[nn.Module]], rounds: int, B: int, H: int, n: int, device: torch.device
+) -> dict[str, Any]:
     """Seconds and FLOP of each attention and the matmul rate in each round; peak bytes of the draw with most FLOP.
 
     An attention has a draw for each round, the warm-up first.
     """
-    data, measured = inputs(B, H, n), {}
+    data, measured = inputs(B, H, n, device), {}
 
     def arms(number: int) -> dict[str, Callable[[], Any]]:
         return {name: partial(run, each[number], data) for name, each in draws.items()}
 
     label = f"B, H, n = {B}, {H}, {n:,}"
-    seconds, rates = bench.race_with_rate(arms, rounds, CPU, seconds=TURN, seed=n, label=label)
+    seconds, rates = bench.race_with_rate(arms, rounds, device, seconds=TURN, seed=n, label=label)
     for name, each in draws.items():
-        flop = [B * H * flop_of_a_head(draw, n) for draw in each]
+        flop = [B * H * flop_of_a_head(draw, n, device) for draw in each]
         work = partial(run, each[flop.index(max(flop))], data)
         work()  # what it keeps for good it has now
         gc.collect()
-        peak = devices.peak_bytes(CPU, [], work)
+        peak = devices.peak_bytes(device, data, work) - sum(x.nbytes for x in data)
         measured[name] = {"seconds": seconds[name], "flop": flop[1:], "peak_bytes": peak}
     shape = {"B": B, "H": H, "n": n, "d": HEAD_DIM, "D": FEATURES}
     return {"shape": shape, "matmul_rate": rates, "arms": measured}
@@ -201,16 +202,16 @@ def plot(report: dict[str, Any]) -> bytes:
     return content.getvalue()
 
 
-def measure(options: Namespace) -> dict[str, Any]:
+def measure(options: Namespace, device: torch.device) -> dict[str, Any]:
     torch.set_num_threads(1)
-    by_seed = [attentions(seed, options.command) for seed in range(options.rounds + 1)]
+    by_seed = [attentions(seed, device, options.command) for seed in range(options.rounds + 1)]
     draws = {name: [each[name] for each in by_seed] for name in by_seed[0]}
-    no_figure = {name: said for name in draws if (said := fault(name, draws[name]))}
+    no_figure = {name: said for name in draws if (said := fault(name, draws[name], device))}
     draws = {name: draws[name] for name in draws if name not in no_figure}
     results = []
     for B, H, shortest, longest, allocator in RUNS[options.command]:
         if allocator == "keeping":
-            devices.prepare(CPU, 1)  # as train.py has it: what allocates most saves most page faults
+            devices.prepare(device, 1)  # as train.py has it: what allocates most saves most page faults
         for n in (n for n in options.lengths if shortest <= n <= longest):
-            results.append(race_shape(draws, options.rounds, B, H, n) | {"allocator": allocator})
-    return bench.provenance(CPU) | {"rounds": options.rounds, "no_figure": no_figure, "results": results}
+            results.append(race_shape(draws, options.rounds, B, H, n, device) | {"allocator": allocator})
+    return bench.provenance(device) | {"rounds": options.rounds, "no_figure": no_figure, "results": results}

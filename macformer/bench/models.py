@@ -48,7 +48,6 @@ TOKENS, LENGTHS = 8192, [2**i for i in range(6, 13)]
 OVER_LENGTHS = ("rfa", "macformer_exp")  # the other kernels take as long
 MEASURED = 0.8  # share of the free memory in which a peak is measured: holes and torch itself take some
 SPREAD = 3  # resident bytes to live ones, at most, as kept memory is split up (docs/log.md)
-CPU = torch.device("cpu")
 Report = dict[str, Any]
 Batch = tuple[Tensor, Tensor]  # ids, labels
 compose = cache(configs.compose)  # takes longer than some steps
@@ -66,19 +65,24 @@ def model(name: str, spec: TaskSpec) -> nn.Module:
 
 
 class Trained:
-    """A model with its optimiser; a training step is that of train.py in float32."""
+    """A model with its optimiser; a step is that of train.py, in the precision that it takes on this device."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model, self.device = model.to(device).train(), device
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, eps=EPS, weight_decay=0, fused=True)
+        self.scaler = devices.scaler(device, "auto")
 
     def forward_backward(self, ids: Tensor, labels: Tensor) -> None:
-        F.cross_entropy(self.model(ids), labels).backward()
+        with devices.autocast(self.device, "auto"):
+            loss = F.cross_entropy(self.model(ids).float(), labels)
+        self.scaler.scale(loss).backward()
 
     def step(self, ids: Tensor, labels: Tensor) -> None:
         self.forward_backward(ids, labels)
+        self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_value_(self.model.parameters(), CLIP)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
 
     def peak(self, ids: Tensor, labels: Tensor) -> int:
@@ -104,7 +108,9 @@ def fitting(examples: int, need: float, free: float) -> int:
     return part
 
 
-def race_steps(label: str, spec: TaskSpec, names: Iterable[str], batches: Iterator[Batch], rounds: int) -> Report:
+def race_steps(
+    label: str, spec: TaskSpec, names: Iterable[str], batches: Iterator[Batch], rounds: int, device: torch.device
+) -> Report:
     """Seconds and FLOP of each model and the matmul rate in each round; peak bytes on the first batch, the longest.
 
     Each model takes the part of a batch that fits, and its seconds are scaled to the whole. What is large is the n x n
@@ -113,12 +119,12 @@ def race_steps(label: str, spec: TaskSpec, names: Iterable[str], batches: Iterat
     ids, labels = next(batches)
     examples, longest = len(ids), ids.shape[-1]
     devices.keep_freed(False)
-    left = math.inf if (bytes_left := devices.free_bytes(CPU)) is None else bytes_left
+    left = math.inf if (bytes_left := devices.free_bytes(device)) is None else bytes_left
     free = left / SPREAD  # for a step, whose freed memory is kept
     trained, peaks, left_out = {}, {}, []
     for name in names:
         try:
-            one = Trained(model(name, spec), CPU)
+            one = Trained(model(name, spec), device)
             peak = one.estimate_peak(ids, labels, examples)
             estimated = peak > MEASURED * left
             peak = peak if estimated else one.peak(ids, labels)
@@ -146,7 +152,7 @@ def race_steps(label: str, spec: TaskSpec, names: Iterable[str], batches: Iterat
         parts = {name: part(name, ids.shape[-1]) for name in trained}
         return {name: partial(trained[name].step, ids[:count], labels[:count]) for name, count in parts.items()}
 
-    seconds, rates = bench.race_with_rate(arms, rounds, CPU, label=label)
+    seconds, rates = bench.race_with_rate(arms, rounds, device, label=label)
     shapes, measured = [(len(ids), ids.shape[-1]) for ids, _ in raced[1:]], {}
     for name, each in trained.items():
         of_one = {n: partial(each.forward_backward, ids[:1, ..., :n], labels[:1]) for _, n in shapes}
@@ -170,20 +176,22 @@ def full(spec: TaskSpec, batch_size: int, n: int, device: torch.device) -> Itera
         yield torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
 
 
-def batches_of(setting: str, imdb: str | None, folder: str) -> tuple[Report, TaskSpec, Iterator[Any]]:
+def batches_of(
+    setting: str, imdb: str | None, folder: str, device: torch.device
+) -> tuple[Report, TaskSpec, Iterator[Any]]:
     """What the report says of a setting, the task, whose sizes are those of its YAML, and the batches."""
     name, kind = setting.split("-")
     config = configs.compose(f"task={name}")
     size, spec, trim = config.task.batch_size, TASKS[name].spec(config.task.data.length), kind == "real"
     keys = {"setting": setting, "task": name, "padding": "trim" if trim else "full", "bucket": trim, "batch_size": size}
     if not trim:
-        return keys, spec, full(spec, size, spec.length, CPU)
+        return keys, spec, full(spec, size, spec.length, device)
     config.task.data.examples = EXAMPLES
     task = configs.build(config, "task.data", folder=folder, origin=imdb if name == "text" else None)
     order, train = task.order(size, seed=0, bucket=True), task.splits["train"]
     longest = np.resize(np.argsort(-train.lengths, kind="stable"), size)
     chosen = itertools.chain([longest], map(order.indices, itertools.count()))
-    return keys, spec, devices.feed(CPU, (train.batch(indices, trim=True) for indices in chosen))
+    return keys, spec, devices.feed(device, (train.batch(indices, trim=True) for indices in chosen))
 
 
 def crossing(lengths: Sequence[int], ratios: Sequence[float]) -> float:
@@ -248,7 +256,7 @@ def table(report: Report) -> str:
     return "\n".join(parts)
 
 
-def measure(options: Namespace) -> Report:
+def measure(options: Namespace, device: torch.device) -> Report:
     for name in options.models or ():
         compose(f"model={name}")  # an unknown name is an error now, not when half of the work is done
     names = dict.fromkeys([*TRUNKS, *BASELINES, *(options.models or PAPER["accuracy"]["text"])])
@@ -257,17 +265,19 @@ def measure(options: Namespace) -> Report:
     absent |= {setting: "--settings does not name it" for setting in ROUNDS if setting not in options.settings}
     left_out = [f"{setting} is left out: {why}." for setting, why in absent.items()]
     results, lengths = [], []
-    devices.prepare(CPU, 1)
+    devices.prepare(device, 1)
     with tempfile.TemporaryDirectory() as folder:
         for setting in (setting for setting in ROUNDS if setting not in (*absent, "lengths")):
-            keys, spec, batches = batches_of(setting, options.imdb, folder)
-            raced = race_steps(setting, spec, names, batches, options.rounds or ROUNDS[setting])
+            keys, spec, batches = batches_of(setting, options.imdb, folder, device)
+            raced = race_steps(setting, spec, names, batches, options.rounds or ROUNDS[setting], device)
             left_out += raced.pop("left_out")
             results.append(keys | raced)
     spec, rounds = text.spec(LENGTHS[-1]), options.rounds or ROUNDS["lengths"]
     for n in LENGTHS if "lengths" not in absent else ():
-        raced = race_steps(f"lengths, n = {n:,}", spec, over_lengths, full(spec, TOKENS // n, n, CPU), rounds)
+        batches = full(spec, TOKENS // n, n, device)
+        raced = race_steps(f"lengths, n = {n:,}", spec, over_lengths, batches, rounds, device)
         left_out += raced["left_out"]
         lengths.append({"n": n, "arms": {name: {"seconds": arm["seconds"]} for name, arm in raced["arms"].items()}})
     over_length = {"tokens": TOKENS, "results": lengths, "break_even": break_even(lengths)}
-    return bench.provenance(CPU) | {"left_out": left_out, "results": results, "lengths": over_length}
+    provenance = bench.provenance(device, devices.choose_precision("auto", device))
+    return provenance | {"left_out": left_out, "results": results, "lengths": over_length}
