@@ -77,8 +77,8 @@ def test_killed_at_many_moments(unharmed: Finished, tmp_path: Path) -> None:
         ("torch.optim.AdamW.step", 18),
         ("torch.save", 2),  # in the middle of writing
         ("os.replace", 2),  # written, not renamed
-        ("macformer.harness.trainer.evaluate", 1),
-        ("macformer.harness.trainer.evaluate", 4),  # that of the test split
+        ("macformer.harness.trainer.Trainer._evaluate", 1),
+        ("macformer.harness.trainer.Trainer._evaluate", 4),  # that of the test split
         ("macformer.harness.checkpoint.Checkpoint.finish", 1),  # the record is there
     ):
         killed = forked.run("-c", SUICIDE, "SIGKILL", where, str(count), *arguments(tmp_path))

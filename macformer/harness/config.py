@@ -18,7 +18,7 @@ NOT_ARGUMENTS = ("_target_", "_partial_", "name")
 STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 # Launchers, and the extras of pyproject.toml that bring them. With ray goes all that setup installs, or pip would let
 # it break the others' versions.
-EXTRAS = dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "sweep")
+EXTRAS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep"}
 EXTRAS["ray"] = "dev,sweep,figures,translate,ray"
 
 

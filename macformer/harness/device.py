@@ -89,15 +89,13 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     free = [1024 * _number(root / "proc/meminfo", "MemAvailable")]
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, kinds, group = line.split(":", 2)
-        kind = "memory" if "memory" in kinds.split(",") else kinds
-        if kind not in CONTROL_GROUPS:
-            continue
-        home, limit, used, files = CONTROL_GROUPS[kind]
-        own = root / home / group.strip("/")
-        for folder in (own, *own.parents):
-            if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
-                left = int(most) - int((folder / used).read_text())
-                free.append(left + _number(folder / "memory.stat", files))
+        for kind in CONTROL_GROUPS.keys() & kinds.split(","):
+            home, limit, used, files = CONTROL_GROUPS[kind]
+            own = root / home / group.strip("/")
+            for folder in (own, *own.parents):
+                if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+                    left = int(most) - int((folder / used).read_text())
+                    free.append(left + _number(folder / "memory.stat", files))
     return max(min(free), 0)
 
 
@@ -184,15 +182,12 @@ def feed(device: torch.device, batches: Iterable[tuple[NDArray[Any], ...]]) -> I
     while the device works on this one; for CUDA in pinned memory, from which it is copied without waiting.
     """
 
-    def tensors() -> Iterator[list[Tensor]]:
-        for batch in batches:
-            made = [torch.from_numpy(array) for array in batch]
-            yield [tensor.pin_memory() for tensor in made] if is_cuda(device) else made
-
-    upcoming = tensors()
+    upcoming = (tuple(map(torch.from_numpy, batch)) for batch in batches)
     if device.type == "cpu":
-        yield from map(tuple, upcoming)
+        yield from upcoming
         return
+    if is_cuda(device):
+        upcoming = (tuple(tensor.pin_memory() for tensor in batch) for batch in upcoming)
     with ThreadPoolExecutor(1) as thread:  # what goes wrong there is raised here, in its turn
         future = thread.submit(next, upcoming, None)
         while made := future.result():
@@ -238,13 +233,14 @@ def peak_bytes(device: torch.device, state: Iterable[Tensor], work: Callable[[],
         cuda.reset_peak_memory_stats(device)
         work()
         now(device)
-        set_random_state(device, before)
-        return cuda.max_memory_allocated(device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
+        peak = cuda.max_memory_allocated(device)
+    else:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            work()
+        results = profiler.profiler and profiler.profiler.kineto_results
+        assert results, "the profiler gave no events"
+        events = [event for event in results.events() if event.name() == "[memory]"]
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        peak = sum(tensor.nbytes for tensor in state) + max(accumulate(changes, initial=0))
     set_random_state(device, before)
-    results = profiler.profiler and profiler.profiler.kineto_results
-    assert results, "the profiler gave no events"
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return sum(tensor.nbytes for tensor in state) + max(accumulate(changes, initial=0))
+    return peak

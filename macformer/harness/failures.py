@@ -6,31 +6,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
-
-from torch import nn
+from typing import Any, Self
 
 from macformer.harness import device as devices
 from macformer.harness.record import Status
 
-if TYPE_CHECKING:
-    from macformer.harness.trainer import Trainer
-
 PATIENCE = 5.0  # seconds that a checkpoint may take, in which a second SIGINT does no harm
 
 
-class Diverged(Exception):
-    """A loss is not finite."""
+class RunFailed(Exception):
+    """A run has come to a bad end. A status is one for its record; without one, it could not even begin."""
 
-
-class CannotRun(Exception):
-    """torch.compile does not work here, or saved weights do not fit the code."""
-
-
-class OutOfMemory(Exception):
-    """The machine's memory or the GPU's."""
-
-    status: Status = "oom"
+    def __init__(self, message: str, status: Status | None = None):
+        super().__init__(message)
+        self.status = status
 
 
 class Stopped(KeyboardInterrupt):
@@ -70,29 +59,25 @@ class Stop:
 
 
 @contextmanager
-def explain_errors(settings: "Trainer") -> Iterator[None]:
-    """Turn the errors that a person can do something about into CannotRun and OutOfMemory."""
+def explain_errors(settings: Any) -> Iterator[None]:
+    """Turn the errors that a person can do something about, by a trainer's settings, into RunFailed."""
     try:
         yield
     except Exception as error:
         if settings.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason = str(error).strip().partition("\n")[0]
-            raise CannotRun(f"trainer.compile=true does not work here ({reason}): leave it out") from error
+            raise RunFailed(f"trainer.compile=true does not work here ({reason}): leave it out") from error
         if devices.is_out_of_memory(error):
-            raise OutOfMemory(
+            raise RunFailed(
                 f"out of memory: raise trainer.accumulate={settings.accumulate} (the same batch in more parts) "
-                f"or lower trainer.batch_size={settings.batch_size}"
+                f"or lower trainer.batch_size={settings.batch_size}",
+                "oom",
             ) from error
+        if "Error(s) in loading state_dict" in str(error):  # the code has changed since
+            raise RunFailed("the checkpoint's weights do not fit this code: train again without it") from error
         raise
 
 
-def check_finite(name: str, loss: float, step: int) -> None:
+def check_finite(name: str, loss: float) -> None:
     if not math.isfinite(loss):
-        raise Diverged(f"{name} is {loss} at step {step}: lower task.learning_rate")
-
-
-def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:  # the code has changed since
-        raise CannotRun("the checkpoint's weights do not fit this code: train again without it") from error
+        raise RunFailed(f"{name} is {loss}: lower task.learning_rate", "diverged")

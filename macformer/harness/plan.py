@@ -28,9 +28,9 @@ NO_DIFFERENCE |= {"trainer.precision", "trainer.telemetry", "trainer.checkpoint_
 class RunPlan:
     """A configuration that fits, with `auto` settled for this machine."""
 
-    def __init__(self, config: DictConfig, overrides: list[str]):
+    def __init__(self, config: DictConfig):
         configs.fit(configs.container(config), configs.Top, "train.yaml")
-        self.config, self.overrides = config, overrides
+        self.config = config
         try:
             self.device: torch.device = devices.choose(config.device)
         except ValueError as error:

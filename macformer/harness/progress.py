@@ -18,13 +18,10 @@ class Screen:
         self.shown = time.monotonic()
 
     def live(self, text: Callable[[], str]) -> None:
-        if time.monotonic() - self.shown < (LIVE if self.terminal else PLAIN):
-            return
-        if self.terminal:
-            self.bar.set_description_str(text())
-        else:
-            print(text(), flush=True)
-        self.shown = time.monotonic()
+        if time.monotonic() - self.shown >= (LIVE if self.terminal else PLAIN):
+            show = self.bar.set_description_str if self.terminal else self.line
+            show(text())
+            self.shown = time.monotonic()
 
     def line(self, text: str) -> None:
         tqdm.write(text)

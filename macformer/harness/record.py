@@ -235,9 +235,8 @@ def summary(record: Record) -> str:
 
 def show(record: Record) -> str:
     """The whole record for a person, without the single test outcomes."""
-    below = ("overrides", "config", "quality", "time", "history")
-    lines = [f"{name:14} {value}" for name, value in record if name not in below]
-    lines += [f"command        python train.py {' '.join(record.overrides)}", "", summary(record), ""]
+    below = ("config", "quality", "time", "history")
+    lines = [*(f"{name:14} {value}" for name, value in record if name not in below), "", summary(record), ""]
     lines += ["    step  train loss  dev loss  dev accuracy  learning rate     time"]
     for p in record.history:
         losses = f"{p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}"

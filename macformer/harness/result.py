@@ -2,19 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from macformer.harness import device as devices
 from macformer.harness.record import Memory, Point, Quality, Status, Time
 
 
-@dataclass
-class Forecast:
+class Forecast(NamedTuple):
     measured_steps: int
-    step_seconds: float
     train_seconds: float
     evaluation_seconds: float
     memory: Memory
@@ -22,8 +19,9 @@ class Forecast:
 
 @dataclass
 class Result:
-    """Everything down to the best weights goes into the checkpoint."""
+    """Everything from the losses to the best weights goes into the checkpoint."""
 
+    warmup_steps: int = 0
     losses: list[float] = field(default_factory=list)  # one a step
     step_seconds: list[float] = field(default_factory=list)  # waiting for data included
     seconds: dict[devices.Account, float] = field(default_factory=dict)
@@ -31,8 +29,6 @@ class Result:
     history: list[Point] = field(default_factory=list)
     best_weights: dict[str, Any] = field(default_factory=dict)
     quality: Quality | None = None
-    time: Time | None = None
-    memory: Memory | None = None
     status: Status = "ok"
     message: str = ""
     signal: int = 0  # the one that came, perhaps too late to interrupt the run
@@ -59,26 +55,21 @@ class Result:
         known = {phase + name: value for name, value in peaks.items() if value is not None}
         self.peaks |= {name: max(value, self.peaks.get(name, 0)) for name, value in known.items()}
 
-    def sum_up(self, device: torch.device, warmup_steps: int) -> None:
-        """Time and memory, if there was a step."""
-        if not self.losses:
-            return
+    @property
+    def time(self) -> Time | None:
+        """Known if there was a step."""
+        if not self.step_seconds:
+            return None
+        train, warmup = sum(self.step_seconds), sum(self.step_seconds[: self.warmup_steps])
+        others = {f"{name}_seconds": self.seconds.get(name, 0.0) for name in ("data_wait", "evaluation", "pause")}
         p10, p50, p90 = np.percentile(self.step_seconds, [10, 50, 90]).tolist()
-        self.time = Time(
-            train_seconds=sum(self.step_seconds),
-            warmup_seconds=sum(self.step_seconds[:warmup_steps]),
-            **{
-                f"{account}_seconds": self.seconds.get(account, 0.0) for account in ("data_wait", "evaluation", "pause")
-            },
-            step_p10=p10,
-            step_p50=p50,
-            step_p90=p90,
-        )
-        self.note_peaks({"resident_peak_bytes": devices.resident_peak()})
-        if "peak_bytes" in self.peaks:
-            how = (
-                "CUDA allocator's peaks over all steps but the first of a process"
-                if devices.is_cuda(device)
-                else "peak of live tensor bytes (allocator events) in one extra pass on the longest batch"
-            )
-            self.memory = Memory(**self.peaks, method=how)
+        return Time(train_seconds=train, warmup_seconds=warmup, **others, step_p10=p10, step_p50=p50, step_p90=p90)
+
+    @property
+    def memory(self) -> Memory | None:
+        """Known once a step was measured. Reserved bytes are CUDA's alone."""
+        if "peak_bytes" not in self.peaks:
+            return None
+        on_cpu = "peak of live tensor bytes (allocator events) in one extra pass on the longest batch"
+        on_cuda = "CUDA allocator's peaks over all steps but the first of a process"
+        return Memory(**self.peaks, method=on_cuda if "reserved_bytes" in self.peaks else on_cpu)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 from torch import nn
 
@@ -11,26 +10,16 @@ from macformer.harness import checkpoint as checkpoints
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import record as records
-from macformer.harness.evaluation import evaluate
-from macformer.harness.failures import CannotRun, OutOfMemory, explain_errors, load_weights
+from macformer.harness.failures import RunFailed
 from macformer.harness.plan import RunPlan, differences
-from macformer.harness.progress import Screen, duration, mebibytes
+from macformer.harness.progress import duration, mebibytes
 
-
-class RunFailed(Exception):
-    """The run came to a bad end, which is in its record."""
-
-    def __init__(self, message: str, status: str = ""):
-        super().__init__(message)
-        self.status = status
-
-
-EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, CannotRun, OutOfMemory, RunFailed, OSError)
+EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, RunFailed, OSError)
 
 
 def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Record | None:
     """Plan -> data -> model -> training -> record. `concurrent`: so many other runs may be at work beside it."""
-    plan = RunPlan(config, overrides)
+    plan = RunPlan(config)
     task, device, trainer = plan.task(), plan.device, plan.trainer
     file, checkpoint = plan.record_and_checkpoint(task.fingerprint)
     run_id, code, finished = checkpoint.run_id, records.code(), records.finished(file)
@@ -48,8 +37,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
     sizes = " / ".join(f"{count:,}" for count in examples.values())
     print(f"{config.model.name} ({parameters:,} parameters) on {config.task.name} ({task.source}: {sizes})")
     if config.evaluate:
-        with explain_errors(trainer):
-            evaluate_only(config.evaluate, plan, model, task)
+        evaluate_only(config.evaluate, plan, model, task)
         return None
     where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
     print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}, {trainer.precision}); {where}")
@@ -114,30 +102,20 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
 def evaluate_only(name: str, plan: RunPlan, model: nn.Module, task: Any) -> None:
     """Test the weights of a checkpoint, named by its file or its run's id."""
     saved = checkpoints.load_for(plan.resolved, task.fingerprint, name)
-    trainer, screen, test = plan.trainer, Screen(), task.splits["test"]
-    model.to(plan.device)
-
-    def tick(done: int) -> None:
-        screen.live(lambda: f"evaluating: {done:,} of {len(test):,} examples")
-
-    weights = {"best on dev": saved["best_weights"], "last": saved["model"]}
-    for which in filter(weights.get, weights):  # there are no best ones before the first evaluation
-        load_weights(model, weights[which])
-        outcomes, loss = evaluate(
-            model, test, np.arange(len(test)), trainer.batch_size, plan.device, trainer.trim, trainer.precision, tick
-        )
-        screen.line(
-            f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: test accuracy {outcomes.mean():.2%} "
-            f"of {len(test):,} (majority class {task.majority:.2%}), loss {loss:.4f}"
-        )
-    screen.close()
+    for which, weights in {"best on dev": saved["best_weights"], "last": saved["model"]}.items():
+        if weights:  # there are no best ones before the first evaluation
+            outcomes, loss = plan.trainer.test(model, task, plan.device, weights)
+            print(
+                f"{saved['run_id']}, weights {which} of {saved['step']:,} steps: test accuracy {outcomes.mean():.2%} "
+                f"of {len(outcomes):,} (majority class {task.majority:.2%}), loss {loss:.4f}"
+            )
 
 
 def print_forecast(plan: RunPlan, model: nn.Module, task: Any) -> None:
     """What the run would cost."""
     cost = plan.trainer.forecast(model, task, plan.device, plan.config.seed)
-    total = cost.train_seconds + cost.evaluation_seconds
-    print(f"a step takes {1000 * cost.step_seconds:.3g} ms (mean of {cost.measured_steps})")
+    a_step, parts = cost.train_seconds / plan.trainer.total_steps, (cost.train_seconds, cost.evaluation_seconds)
+    total, training, evaluation = map(duration, (sum(parts), *parts))
+    print(f"a step takes {1000 * a_step:.3g} ms (mean of {cost.measured_steps})")
     print(f"peak memory of training {mebibytes(cost.memory.peak_bytes)} ({cost.memory.method})")
-    training, evaluation = duration(cost.train_seconds), duration(cost.evaluation_seconds)
-    print(f"expected: {duration(total)} in all, {training} of it training and {evaluation} evaluation")
+    print(f"expected: {total} in all, {training} of it training and {evaluation} evaluation")

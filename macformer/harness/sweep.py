@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -97,9 +97,8 @@ class Sweep(Callback):
         if self.announce:
             where = f"their records in {config.paths.results}/runs"
             print(f"{len(runs)} cells, by hydra/launcher={notes.launcher}, {where}", flush=True)
-            made = [loader.load_sweep_config(config, run) for run in runs]
             keys = [str(key) for key in config if key != "hydra"]
-            announce([(OmegaConf.masked_copy(each, keys), run) for each, run in zip(made, runs, strict=True)], at_once)
+            announce([OmegaConf.masked_copy(loader.load_sweep_config(config, run), keys) for run in runs], at_once)
 
 
 def _ask(number: int, frame: object) -> None:
@@ -117,58 +116,60 @@ class Cost(NamedTuple):  # of a whole run
     source: str = ""
 
 
-def announce(every: list[tuple[DictConfig, list[str]]], at_once: int | None) -> None:
+class Cell(NamedTuple):
+    state: Literal["finished", "go on", "begin"]
+    share: float = 0.0  # that is left to do
+    cost: Cost = Cost()
+
+
+def announce(every: list[DictConfig], at_once: int | None) -> None:
     """Print what will fail, is finished, goes on or begins, and how long it takes. at_once=None: on other machines."""
-    survey, problems, costs = Survey(), Counter[str](), defaultdict[tuple[str, str], Cost](Cost)
-    states = defaultdict[tuple[str, str], Counter[str]](Counter)
-    left, unknown = 0.0, 0
-    for config, words in every:
-        row = config.task.name, config.model.name
+    survey, problems, rows = Survey(), Counter[str](), defaultdict[tuple[str, str], list[Cell]](list)
+    for config in every:
         try:
-            state, share, cost = survey.here(config, words) if at_once else survey.elsewhere(config)
+            cell = survey.here(config) if at_once else survey.elsewhere(config)
+            rows[config.task.name, config.model.name].append(cell)
         except Exception as error:  # the run will say it again, when its turn comes
             problems[f"{config.task.name}: {error}"] += 1
-            continue
-        states[row][state] += 1
-        if state != "finished":
-            costs[row] = cost
-            left += (cost.seconds or 0) * share / (at_once or 1)
-            unknown += cost.seconds is None
     for problem, times in problems.items():
         print(f"  {times} will fail: {problem}")
-    if not states:
+    if not rows:
         return
     print("  task       model            finished  go on  begin          a run       memory  known from")
-    for (task, model), count in states.items():
-        seconds, memory, source = costs[task, model]
+    for (task, model), cells in rows.items():
+        count = Counter(cell.state for cell in cells)
+        seconds, memory, source = next((cell.cost for cell in cells if cell.state != "finished"), Cost())
+        a_run = "" if seconds is None else duration(seconds)
         counts = f"{count['finished']:8} {count['go on']:6} {count['begin']:6}"
-        time_of_one = "" if seconds is None else duration(seconds)
-        print(f"  {task:10} {model:16} {counts} {time_of_one:>14} {memory:>12}  {source}")
+        print(f"  {task:10} {model:16} {counts} {a_run:>14} {memory:>12}  {source}")
+    ahead = [cell for cells in rows.values() for cell in cells if cell.state != "finished"]
+    left = sum(cell.share * (cell.cost.seconds or 0) for cell in ahead) / (at_once or 1)
+    unknown = sum(cell.cost.seconds is None for cell in ahead)
     end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + left))
-    where = (
-        f"on {survey.machine} ({survey.device}, {at_once} at a time): until {end}" if at_once else "one after the other"
-    )
+    here = f"on {survey.machine} ({survey.device}, {at_once} at a time): until {end}"
     known = f" ({unknown} cells of unknown time left out)" if unknown else ""
-    print(f"  in all {duration(left)} {where}{known}; checkpoints in {config.paths.outputs}\n", flush=True)
+    where = f"{here if at_once else 'one after the other'}{known}"
+    print(f"  in all {duration(left)} {where}; checkpoints in {config.paths.outputs}\n", flush=True)
 
 
 class Survey:
-    """What is known of runs before they begin: state, share that is left to do, cost of the whole."""
+    """What is known of runs before they begin."""
 
     def __init__(self) -> None:
         self.machine = self.device = ""
         self.costs: dict[str, Cost] = {}
         self.fingerprints: dict[str, str | Exception] = {}  # errors too: a hub out of reach is slow to say so
 
-    def elsewhere(self, config: DictConfig) -> tuple[str, float, Cost]:
+    def elsewhere(self, config: DictConfig) -> Cell:
         """From records alone: neither the device nor the data of another machine need be here."""
         known = records_alike(configs.container(config), "device", "trainer.precision")  # settled there
-        finished = config.seed in [record.seed for record in known] and not config.force
-        return "finished" if finished else "begin", 1, next(map(cost_of, known), Cost())
+        if config.seed in [record.seed for record in known] and not config.force:
+            return Cell("finished")
+        return Cell("begin", 1, next(map(cost_of, known), Cost()))
 
-    def here(self, config: DictConfig, words: list[str]) -> tuple[str, float, Cost]:
+    def here(self, config: DictConfig) -> Cell:
         """From records of a machine like this one, or from a few steps."""
-        plan = RunPlan(config, words)
+        plan = RunPlan(config)
         self.machine, self.device = devices.describe(plan.device), plan.device.type
         key = json.dumps([plan.resolved["task"], plan.resolved["paths"]])
         if key not in self.fingerprints:
@@ -181,15 +182,15 @@ class Survey:
         file, checkpoint = plan.record_and_checkpoint(fingerprint)
         finished = records.finished(file)
         if finished and not config.force:
-            return "finished", 0, Cost()
+            return Cell("finished")
         saved = checkpoint.unfinished(finished)
         kind = json.dumps([_kind(plan.resolved), fingerprint], sort_keys=True)
         if kind not in self.costs:
             known = [each for each in records_alike(plan.resolved) if each.data.fingerprint == fingerprint]
             same = (cost_of(each) for each in known if each.environment.device_name == self.machine)
             self.costs[kind] = next(same, None) or estimate_cost(plan)
-        share = 1 - (saved["step"] if saved else 0) / plan.trainer.total_steps
-        return "go on" if saved else "begin", share, self.costs[kind]
+        left = 1 - saved["step"] / plan.trainer.total_steps if saved else 1
+        return Cell("go on" if saved else "begin", left, self.costs[kind])
 
 
 def _kind(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
@@ -216,13 +217,12 @@ def estimate_cost(plan: RunPlan) -> Cost:
     print(f"  timing a few steps of {plan.config.model.name} on {plan.config.task.name}", flush=True)
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            return process.submit(forecast, plan.config, plan.overrides).result()
+            return process.submit(_time_steps, plan).result()
     except Exception as error:  # out of memory, say; the run will say it again, when its turn comes
         return Cost(source=f"nothing: {error}")
 
 
-def forecast(config: DictConfig, overrides: list[str]) -> Cost:
-    plan = RunPlan(config, overrides)
+def _time_steps(plan: RunPlan) -> Cost:
     task = plan.task()
-    found = plan.trainer.forecast(plan.model(task), task, plan.device, config.seed, PATIENCE)
+    found = plan.trainer.forecast(plan.model(task), task, plan.device, plan.config.seed, PATIENCE)
     return _cost(found, found.memory, f"{found.measured_steps} steps")

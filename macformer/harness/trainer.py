@@ -1,10 +1,8 @@
-"""The training loop: batch, gradient, clip, step, schedule, evaluation on dev, best weights, checkpoint, test.
-
-It knows no model, task or file by name, and returns a plain result.
-"""
+"""The training loop: batch, gradient, clip, step, schedule, evaluation on dev, best weights, checkpoint, test."""
 
 import copy
 import hashlib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from macformer.harness import device as devices
-from macformer.harness.evaluation import Indices, Outcomes, evaluate, observe
-from macformer.harness.failures import Diverged, OutOfMemory, Stop, Stopped, check_finite, explain_errors, load_weights
+from macformer.harness.failures import RunFailed, Stop, Stopped, check_finite, explain_errors
 from macformer.harness.progress import Screen, duration, mebibytes
 from macformer.harness.record import Point, Quality, pack_bits
 from macformer.harness.result import Forecast, Result
@@ -30,6 +28,8 @@ EPS = 1e-6  # of AdamW
 STATEFUL = ("model", "optimizer", "schedule", "scaler")  # parts of a training whose state goes into the checkpoint
 STEPS = 20  # after so many, the end of a run is estimated
 State = dict[str, Any]
+Indices = NDArray[np.int64]
+Outcomes = tuple[NDArray[np.bool_], float]  # which examples are right, and the mean loss
 
 
 @dataclass
@@ -65,10 +65,6 @@ class Trainer:
     def total_steps(self) -> int:
         return self.warmup_steps + self.steps
 
-    @property
-    def trim(self) -> bool:
-        return self.pad == "trim"
-
     def evaluates_after(self, step: int) -> bool:
         return step == self.total_steps or (step > 0 and step % self.evaluate_every == 0)
 
@@ -87,7 +83,7 @@ class Trainer:
         `save` gets the state of the run every `checkpoint_every` steps, at evaluations and when it is asked to stop;
         `saved` is such a state, to go on from. `log` gets each point of the history.
         """
-        result = self.result = Result()
+        result = self.result = Result(self.warmup_steps)
         with Stop() as self.stop:
             try:
                 with self._at_work(model, task, device, seed):
@@ -95,10 +91,10 @@ class Trainer:
                         self._load(saved)
                     self._train(save, log)
                     self._test()
-            except Diverged as error:
-                result.status, result.message = "diverged", str(error)
-            except OutOfMemory as error:
-                result.status, result.message = "oom", f"after {len(result.losses):,} steps, {error}"
+            except RunFailed as error:
+                if not error.status:
+                    raise
+                result.status, result.message = error.status, f"after {len(result.losses):,} steps, {error}"
             except KeyboardInterrupt:
                 self.stop.signal = self.stop.signal or signal.SIGINT
                 result.status = "interrupted"
@@ -123,17 +119,19 @@ class Trainer:
             by_length = self.dev_indices[np.argsort(self.splits["dev"].lengths[self.dev_indices], kind="stable")]
             self._evaluate("dev", by_length[:: -(-len(by_length) // (4 * self.batch_size))])  # about four batches
         assert self.result.memory
-        return Forecast(
-            measured_steps=len(self.result.losses) - 1,
-            step_seconds=self.result.mean_step(),
-            train_seconds=self.result.mean_step() * total,
-            evaluation_seconds=self._seconds_left()[1],
-            memory=self.result.memory,
-        )
+        steps, (_, evaluation) = len(self.result.losses) - 1, self._seconds_left()
+        return Forecast(steps, self.result.mean_step() * total, evaluation, self.result.memory)
+
+    def test(self, model: nn.Module, task: Any, device: torch.device, weights: State) -> Outcomes:
+        """What the model with those weights makes of the test split."""
+        self.stop, self.result = Stop(), Result()
+        with self._at_work(model, task, device, seed=0):
+            model.load_state_dict(weights)
+            return self._evaluate("test", np.arange(len(self.splits["test"])))
 
     @contextmanager
     def _at_work(self, model: nn.Module, task: Any, device: torch.device, seed: int) -> Iterator[None]:
-        """What a training needs while it goes on. In the end time and memory are summed up, of a failed run too."""
+        """What a training needs while it goes on; a failed one, too, books its last seconds and its memory."""
         with explain_errors(self):
             self.device, self.splits, self.model = device, task.splits, model.to(device)
             self.order = task.order(self.batch_size, seed, self.bucket)
@@ -143,26 +141,20 @@ class Trainer:
                 self.model.compile()
             rate, steps = self.learning_rate, self.total_steps
             self.optimizer = torch.optim.AdamW(model.parameters(), rate, eps=EPS, weight_decay=0, fused=True)
-            self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-                self.optimizer,
-                rate,
-                total_steps=steps,
-                pct_start=self.warmup_steps / steps,
-                anneal_strategy="linear",
-                cycle_momentum=self.cycle_momentum,
-            )
+            form: dict[str, Any] = {"pct_start": self.warmup_steps / steps, "anneal_strategy": "linear"}
+            form["cycle_momentum"] = self.cycle_momentum
+            self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, steps, **form)
             self.scaler = devices.scaler(device, self.precision)
             self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
             self.rate = self.example_seconds = 0.0
             self.first_step = True  # of this process
-            self.evaluation = self.batch_size, device, self.trim, self.precision  # what `evaluate` is told
             self.screen, self.clock = Screen(), devices.Clock(device, self.result.seconds)
             try:
                 yield
             finally:
                 self.screen.close()
                 self.clock.book("pause")
-                self.result.sum_up(device, self.warmup_steps)
+                self.result.note_peaks({"resident_peak_bytes": devices.resident_peak()})
 
     def _train(self, save: Callable[[State], None], log: Callable[[dict[str, Any]], None] | None) -> None:
         result = self.result
@@ -180,7 +172,7 @@ class Trainer:
                 self.stop.check()
                 self._step(feed)
                 step += 1
-                check_finite("the loss", result.losses[-1], step)
+                check_finite("the loss", result.losses[-1])
                 if step == STEPS < self.total_steps:
                     left = sum(self._seconds_left())
                     end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
@@ -194,7 +186,8 @@ class Trainer:
             raise
 
     def _feed(self, split: str, batches: Iterable[Indices]) -> Iterator[tuple[Tensor, ...]]:
-        return devices.feed(self.device, (self.splits[split].batch(indices, self.trim) for indices in batches))
+        trim = self.pad == "trim"
+        return devices.feed(self.device, (self.splits[split].batch(indices, trim) for indices in batches))
 
     def _step(self, feed: Iterator[tuple[Tensor, ...]]) -> None:
         """Take the next batch, its gradient, and one step of the optimiser."""
@@ -235,16 +228,35 @@ class Trainer:
             self.screen.live(lambda: f"evaluating: {done:,} of {len(indices):,} examples")
 
         self.clock.book("pause")
-        outcomes = evaluate(self.model, self.splits[split], indices, *self.evaluation, tick)
+        outcomes = self._outcomes(split, indices, tick)
         self.example_seconds = self.clock.book("evaluation") / len(indices)
         self.result.note_peaks(devices.cuda_peaks(self.device), "evaluation_")
         return outcomes
+
+    @torch.inference_mode()
+    def _outcomes(self, split: str, indices: Indices, tick: Callable[[int], None] = lambda done: None) -> Outcomes:
+        """In the order of `indices`. `tick` is called before each batch with the number of examples that are done."""
+        self.model.eval()
+        by_length = np.argsort(self.splits[split].lengths[indices], kind="stable")  # so that trimming pays
+        batches = np.split(indices[by_length], range(self.batch_size, len(indices), self.batch_size))
+        right: list[Tensor] = []
+        losses: list[Tensor] = []
+        for ids, labels in self._feed(split, batches):
+            tick(len(right) * self.batch_size)
+            with devices.autocast(self.device, self.precision):
+                logits = self.model(ids).float()
+            right.append(logits.argmax(-1) == labels)
+            losses.append(F.cross_entropy(logits, labels, reduction="sum"))
+        self.model.train()
+        outcomes = np.empty(len(indices), bool)
+        outcomes[by_length] = torch.cat(right).cpu().numpy()
+        return outcomes, float(torch.stack(losses).double().sum()) / len(indices)
 
     def _evaluate_dev(self) -> Point:
         """Add a point to the history, and keep the weights if they are the best so far."""
         result, step = self.result, len(self.result.losses)
         outcomes, loss = self._evaluate("dev", self.dev_indices)
-        check_finite("the dev loss", loss, step)
+        check_finite("the dev loss", loss)
         point = Point(
             step=step,
             train_loss=result.recent_loss(),
@@ -254,8 +266,7 @@ class Trainer:
             train_seconds=sum(result.step_seconds),
         )
         if self.telemetry:
-            ids, _ = next(self._feed("dev", [self.dev_indices[: self.batch_size]]))
-            point.telemetry = observe(self.model, ids)
+            point.telemetry = self._telemetry()
         result.history.append(point)
         if result.best() is point:
             weights = self.model.state_dict().items()
@@ -266,12 +277,34 @@ class Trainer:
             self.screen.line(f"  {name} {value:.4g}")
         return point
 
+    @torch.inference_mode()
+    def _telemetry(self) -> dict[str, float]:
+        """Ask each module that has a `telemetry` method about its inputs, in one pass on the first dev examples.
+
+        Returns module name and quantity -> value. What is not finite is left out: JSON has no NaN.
+        """
+        found: dict[str, float] = {}
+        names = {module: name for name, module in self.model.named_modules() if hasattr(module, "telemetry")}
+
+        def ask(module: Any, args: Any, kwargs: Any) -> None:
+            values = module.telemetry(*args, **kwargs).items()
+            found.update({f"{names[module]}.{key}": value for key, value in values if math.isfinite(value)})
+
+        hooks = [module.register_forward_pre_hook(ask, with_kwargs=True) for module in names]
+        ids, _ = next(self._feed("dev", [self.dev_indices[: self.batch_size]]))
+        self.model.eval()
+        self.model(ids)
+        self.model.train()
+        for hook in hooks:
+            hook.remove()
+        return found
+
     def _test(self) -> None:
         """Test the last weights and, if they are not the same, the best ones, which the model has from then on."""
         result, best, every = self.result, self.result.best(), np.arange(len(self.splits["test"]))
         outcomes, _ = last, _ = self._evaluate("test", every)
         if best.step != self.total_steps:
-            load_weights(self.model, result.best_weights)
+            self.model.load_state_dict(result.best_weights)
             outcomes, _ = self._evaluate("test", every)
         result.quality = Quality(
             test_accuracy=float(outcomes.mean()),
@@ -291,10 +324,8 @@ class Trainer:
         CPU: one extra pass of training and one of evaluation, each on the longest texts. CUDA's allocator counts by
         itself in every step; what the first one took is forgotten here.
         """
-        if devices.is_cuda(self.device):
-            devices.cuda_peaks(self.device)
-            return
-        if "peak_bytes" in self.result.peaks:  # measured before this process
+        devices.cuda_peaks(self.device)
+        if devices.is_cuda(self.device) or "peak_bytes" in self.result.peaks:  # measured before this process
             return
 
         def longest(split: str) -> Indices:  # repeated where there are fewer than a batch
@@ -303,10 +334,10 @@ class Trainer:
         before = copy.deepcopy(self.model.state_dict())  # running averages move with each pass
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         state = [*self.model.parameters(), *self.model.buffers(), *moments]
-        batch, dev, indices = next(self._feed("train", [longest("train")])), self.splits["dev"], longest("dev")
+        batch = next(self._feed("train", [longest("train")]))
         train = devices.peak_bytes(self.device, state, lambda: self._gradient(*batch))
         self.optimizer.zero_grad()
-        test = devices.peak_bytes(self.device, state, lambda: evaluate(self.model, dev, indices, *self.evaluation))
+        test = devices.peak_bytes(self.device, state, lambda: self._outcomes("dev", longest("dev")))
         self.result.note_peaks({"peak_bytes": train, "evaluation_peak_bytes": test})
         self.model.load_state_dict(before)
 
@@ -349,8 +380,7 @@ class Trainer:
 
     def _load(self, saved: State) -> None:
         """Go on from what `_state` returned."""
-        load_weights(self.model, saved["model"])
-        for name in STATEFUL[1:]:
+        for name in STATEFUL:
             getattr(self, name).load_state_dict(saved[name])
         devices.set_random_state(self.device, saved["random"])
         self.rate = saved["rate"]
@@ -359,5 +389,5 @@ class Trainer:
         result.seconds.update(saved["seconds"])
         result.peaks, result.best_weights = saved["peaks"], saved["best_weights"]
         result.history = [Point(**point) for point in saved["history"]]
-        if result.history:
-            self.example_seconds = result.seconds["evaluation"] / len(result.history) / len(self.dev_indices)
+        evaluated = len(result.history) * len(self.dev_indices)
+        self.example_seconds = result.seconds["evaluation"] / evaluated if evaluated else 0.0

@@ -90,7 +90,7 @@ def test_a_forced_repeat_that_fails_does_not_cost_the_finished_record(
     def stop(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("macformer.harness.trainer.evaluate", stop)
+    monkeypatch.setattr("macformer.harness.trainer.Trainer._evaluate", stop)
     with pytest.raises(KeyboardInterrupt):
         run(cell("listops", "rfa", "force=true"), [])
     assert records.read(file) == record
@@ -196,7 +196,7 @@ def test_the_command_of_a_committed_record_finds_it(task: str) -> None:
             composed[words] = configs.compose(*words, "device=cpu")
         config = composed[words].copy()
         config.seed, config.paths.results = record.seed, str(file.parents[3])
-        planned, _ = RunPlan(config, record.overrides).record_and_checkpoint(record.data.fingerprint)
+        planned, _ = RunPlan(config).record_and_checkpoint(record.data.fingerprint)
         assert planned == file
         assert records.finished(file) == record
         assert file.stem == record.run_id
