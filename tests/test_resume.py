@@ -12,6 +12,7 @@ import torch
 
 from macformer.harness import checkpoint as checkpoints
 from macformer.harness import record as records
+from macformer.harness.failures import RunFailed
 from macformer.harness.run import run
 from tests import forked
 from tests.conftest import Compose
@@ -171,7 +172,7 @@ def test_what_another_process_has_just_finished_is_not_repeated(cell: Compose, m
 
 def test_two_processes_do_not_work_on_one_run(cell: Compose, tmp_path: Path) -> None:
     run_id = run(cell("listops", "rfa"), []).run_id
-    busy = pytest.raises(checkpoints.CheckpointError, match=f"{run_id} is being trained by another process")
+    busy = pytest.raises(RunFailed, match=f"{run_id} is being trained by another process")
     with filelock.FileLock(tmp_path / "outputs" / run_id / "lock"), busy:
         run(cell("listops", "rfa", "force=true"), [])
 
@@ -204,6 +205,6 @@ def test_what_is_no_checkpoint_is_named_and_runs_no_code(content: object, tmp_pa
         file.write_bytes(content)
     else:
         torch.save(content, file)
-    with pytest.raises(checkpoints.CheckpointError, match=f"{file} cannot be read as a checkpoint: a run starts anew"):
+    with pytest.raises(RunFailed, match=f"{file} cannot be read as a checkpoint: a run starts anew"):
         checkpoints.load(file)
     assert not Path("pwned").exists()

@@ -13,6 +13,7 @@ import filelock
 import torch
 
 from macformer.harness import files
+from macformer.harness.failures import RunFailed
 from macformer.harness.identity import identity_config
 from macformer.harness.record import Record, Session
 
@@ -20,10 +21,6 @@ FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
 MAY_DIFFER = ("device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile")
 KEPT = ("step", "model", "best_weights", "losses")  # of a finished run, for `evaluate=`
-
-
-class CheckpointError(Exception):
-    """A file that is no checkpoint, or not the one that is wanted: one sentence."""
 
 
 @dataclass
@@ -45,7 +42,7 @@ class Checkpoint:
         try:
             held = filelock.FileLock(self.folder / "lock").acquire(timeout=0)
         except filelock.Timeout as busy:
-            raise CheckpointError(f"{self.run_id} is being trained by another process ({busy.lock_file})") from None
+            raise RunFailed(f"{self.run_id} is being trained by another process ({busy.lock_file})") from None
         with held:
             for half in self.folder.glob(f"{self.file.name}.*.tmp"):  # of a process that was killed while writing
                 half.unlink()
@@ -57,7 +54,7 @@ class Checkpoint:
             return None
         saved = load(self.file)
         if saved["run_id"] != self.run_id:
-            raise CheckpointError(f"{self.file} is of {saved['run_id']}: move it away, or delete it")
+            raise RunFailed(f"{self.file} is of {saved['run_id']}: move it away, or delete it")
         sessions = [Session(**session) for session in saved["sessions"]]
         if saved["done"] or (finished and finished.sessions == sessions):
             return None
@@ -111,9 +108,9 @@ def load(file: Path) -> dict[str, Any]:
         if state["format"] != FORMAT:
             raise ValueError(f"format {state['format']}")
     except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint {file}") from None
+        raise RunFailed(f"there is no checkpoint {file}") from None
     except Exception as error:  # what is no checkpoint can raise anything
-        raise CheckpointError(f"{file} cannot be read as a checkpoint: a run starts anew without it") from error
+        raise RunFailed(f"{file} cannot be read as a checkpoint: a run starts anew without it") from error
     return state
 
 
@@ -129,5 +126,5 @@ def load_for(config: dict[str, Any], fingerprint: str, name: str) -> dict[str, A
         if theirs.get(key) != ours.get(key) and key not in MAY_DIFFER
     ]
     if differing:
-        raise CheckpointError(f"{file} was trained with {', '.join(differing)}: evaluate it with the same keys")
+        raise RunFailed(f"{file} was trained with {', '.join(differing)}: evaluate it with the same keys")
     return saved

@@ -15,7 +15,7 @@ PATIENCE = 5.0  # seconds that a checkpoint may take, in which a second SIGINT d
 
 
 class RunFailed(Exception):
-    """A run has come to a bad end. A status is one for its record; without one, it could not even begin."""
+    """A run has come to a bad end, which is its status in its record, or could not even begin."""
 
     def __init__(self, message: str, status: Status | None = None):
         super().__init__(message)

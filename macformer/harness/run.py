@@ -14,7 +14,7 @@ from macformer.harness.failures import RunFailed
 from macformer.harness.plan import RunPlan, differences
 from macformer.harness.progress import duration, mebibytes
 
-EXPECTED = (configs.ConfigError, DataError, checkpoints.CheckpointError, RunFailed, OSError)
+EXPECTED = (configs.ConfigError, DataError, RunFailed, OSError)
 
 
 def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Record | None:

@@ -124,10 +124,12 @@ class Cell(NamedTuple):
 
 def announce(every: list[DictConfig], at_once: int | None) -> None:
     """Print what will fail, is finished, goes on or begins, and how long it takes. at_once=None: on other machines."""
-    survey, problems, rows = Survey(), Counter[str](), defaultdict[tuple[str, str], list[Cell]](list)
+    problems, rows = Counter[str](), defaultdict[tuple[str, str], list[Cell]](list)
+    costs: dict[str, Cost] = {}
+    fingerprints: dict[str, str | Exception] = {}  # errors too: a hub out of reach is slow to say so
     for config in every:
         try:
-            cell = survey.here(config) if at_once else survey.elsewhere(config)
+            cell = survey_here(config, fingerprints, costs) if at_once else survey_elsewhere(config)
             rows[config.task.name, config.model.name].append(cell)
         except Exception as error:  # the run will say it again, when its turn comes
             problems[f"{config.task.name}: {error}"] += 1
@@ -145,52 +147,47 @@ def announce(every: list[DictConfig], at_once: int | None) -> None:
     ahead = [cell for cells in rows.values() for cell in cells if cell.state != "finished"]
     left = sum(cell.share * (cell.cost.seconds or 0) for cell in ahead) / (at_once or 1)
     unknown = sum(cell.cost.seconds is None for cell in ahead)
-    end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + left))
-    here = f"on {survey.machine} ({survey.device}, {at_once} at a time): until {end}"
+    where = "one after the other"
+    if at_once:
+        device = devices.choose(config.device)
+        end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + left))
+        where = f"on {devices.describe(device)} ({device.type}, {at_once} at a time): until {end}"
     known = f" ({unknown} cells of unknown time left out)" if unknown else ""
-    where = f"{here if at_once else 'one after the other'}{known}"
-    print(f"  in all {duration(left)} {where}; checkpoints in {config.paths.outputs}\n", flush=True)
+    print(f"  in all {duration(left)} {where}{known}; checkpoints in {config.paths.outputs}\n", flush=True)
 
 
-class Survey:
-    """What is known of runs before they begin."""
+def survey_elsewhere(config: DictConfig) -> Cell:
+    """From records alone: neither the device nor the data of another machine need be here."""
+    known = records_alike(configs.container(config), "device", "trainer.precision")  # settled there
+    if config.seed in [record.seed for record in known] and not config.force:
+        return Cell("finished")
+    return Cell("begin", 1, next(map(cost_of, known), Cost()))
 
-    def __init__(self) -> None:
-        self.machine = self.device = ""
-        self.costs: dict[str, Cost] = {}
-        self.fingerprints: dict[str, str | Exception] = {}  # errors too: a hub out of reach is slow to say so
 
-    def elsewhere(self, config: DictConfig) -> Cell:
-        """From records alone: neither the device nor the data of another machine need be here."""
-        known = records_alike(configs.container(config), "device", "trainer.precision")  # settled there
-        if config.seed in [record.seed for record in known] and not config.force:
-            return Cell("finished")
-        return Cell("begin", 1, next(map(cost_of, known), Cost()))
-
-    def here(self, config: DictConfig) -> Cell:
-        """From records of a machine like this one, or from a few steps."""
-        plan = RunPlan(config)
-        self.machine, self.device = devices.describe(plan.device), plan.device.type
-        key = json.dumps([plan.resolved["task"], plan.resolved["paths"]])
-        if key not in self.fingerprints:
-            try:
-                self.fingerprints[key] = plan.task().fingerprint
-            except Exception as error:
-                self.fingerprints[key] = error
-        if isinstance(fingerprint := self.fingerprints[key], Exception):
-            raise fingerprint
-        file, checkpoint = plan.record_and_checkpoint(fingerprint)
-        finished = records.finished(file)
-        if finished and not config.force:
-            return Cell("finished")
-        saved = checkpoint.unfinished(finished)
-        kind = json.dumps([_kind(plan.resolved), fingerprint], sort_keys=True)
-        if kind not in self.costs:
-            known = [each for each in records_alike(plan.resolved) if each.data.fingerprint == fingerprint]
-            same = (cost_of(each) for each in known if each.environment.device_name == self.machine)
-            self.costs[kind] = next(same, None) or estimate_cost(plan)
-        left = 1 - saved["step"] / plan.trainer.total_steps if saved else 1
-        return Cell("go on" if saved else "begin", left, self.costs[kind])
+def survey_here(config: DictConfig, fingerprints: dict[str, str | Exception], costs: dict[str, Cost]) -> Cell:
+    """From records of a machine like this one, or from a few steps. What is found is kept for the other cells."""
+    plan = RunPlan(config)
+    key = json.dumps([plan.resolved["task"], plan.resolved["paths"]])
+    if key not in fingerprints:
+        try:
+            fingerprints[key] = plan.task().fingerprint
+        except Exception as error:
+            fingerprints[key] = error
+    if isinstance(fingerprint := fingerprints[key], Exception):
+        raise fingerprint
+    file, checkpoint = plan.record_and_checkpoint(fingerprint)
+    finished = records.finished(file)
+    if finished and not config.force:
+        return Cell("finished")
+    saved = checkpoint.unfinished(finished)
+    kind = json.dumps([_kind(plan.resolved), fingerprint], sort_keys=True)
+    if kind not in costs:
+        known = [each for each in records_alike(plan.resolved) if each.data.fingerprint == fingerprint]
+        machine = devices.describe(plan.device)
+        same = (cost_of(each) for each in known if each.environment.device_name == machine)
+        costs[kind] = next(same, None) or estimate_cost(plan)
+    left = 1 - saved["step"] / plan.trainer.total_steps if saved else 1
+    return Cell("go on" if saved else "begin", left, costs[kind])
 
 
 def _kind(config: dict[str, Any], *ignored: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Trainer:
                     if saved:
                         self._load(saved)
                     self._train(save, log)
-                    self._test()
+                    self._test_last_and_best()
             except RunFailed as error:
                 if not error.status:
                     raise
@@ -102,9 +102,7 @@ class Trainer:
         result.signal = self.stop.signal
         return result
 
-    def forecast(
-        self, model: nn.Module, task: Any, device: torch.device, seed: int, patience: float = 60.0
-    ) -> Forecast:
+    def forecast(self, model: nn.Module, task: Any, device: torch.device, seed: int, patience: float = 60) -> Forecast:
         """What the whole run would cost, from a few steps of all its schedule and an evaluation of a few batches.
 
         After `patience` seconds of steps, not counting the first, no more of them are taken.
@@ -299,7 +297,7 @@ class Trainer:
             hook.remove()
         return found
 
-    def _test(self) -> None:
+    def _test_last_and_best(self) -> None:
         """Test the last weights and, if they are not the same, the best ones, which the model has from then on."""
         result, best, every = self.result, self.result.best(), np.arange(len(self.splits["test"]))
         outcomes, _ = last, _ = self._evaluate("test", every)

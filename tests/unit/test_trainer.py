@@ -21,7 +21,6 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import failures, trainer
 from macformer.harness import record as records
-from macformer.harness.checkpoint import CheckpointError
 from macformer.harness.result import Result
 from macformer.harness.run import run
 from tests.conftest import MODELS, Compose
@@ -367,12 +366,14 @@ def test_evaluating_a_run_by_its_id_and_by_its_checkpoint(
 def test_evaluating_a_checkpoint_of_another_configuration_is_refused_by_key(
     cell: Compose, trained: records.Record, change: str, named: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(named)):
+    with pytest.raises(failures.RunFailed, match=re.escape(named)):
         run(cell("listops", "rfa", *KEYS, f"evaluate={trained.run_id}", change), [])
 
 
 def test_evaluating_what_is_not_there(cell: Compose) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*outputs/listops.rfa.0.nosuch/checkpoint.pt"):
+    with pytest.raises(
+        failures.RunFailed, match=r"there is no checkpoint .*outputs/listops.rfa.0.nosuch/checkpoint.pt"
+    ):
         run(cell("listops", "rfa", "evaluate=listops.rfa.0.nosuch"), [])
 
 
