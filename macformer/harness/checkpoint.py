@@ -19,7 +19,7 @@ from macformer.harness.record import Record, Session
 
 FORMAT = 1
 # At `evaluate=`: what a checkpoint may have been made with and need not be evaluated with.
-MAY_DIFFER = ("device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile")
+MAY_DIFFER = {"device", "threads", "trainer.precision", "trainer.tf32", "trainer.compile"}
 KEPT = ("step", "model", "best_weights", "losses")  # of a finished run, for `evaluate=`
 
 
@@ -120,11 +120,7 @@ def load_for(config: dict[str, Any], fingerprint: str, name: str) -> dict[str, A
     saved = load(file)
     theirs = identity_config(json.loads(saved["config"])) | {"data": saved["fingerprint"]}
     ours = identity_config(config) | {"data": fingerprint}
-    differing = [
-        f"{key}={theirs.get(key)} (here {ours.get(key)})"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key) and key not in MAY_DIFFER
-    ]
-    if differing:
+    compared = {key: (theirs.get(key), ours.get(key)) for key in sorted((theirs.keys() | ours.keys()) - MAY_DIFFER)}
+    if differing := [f"{key}={its} (here {here})" for key, (its, here) in compared.items() if its != here]:
         raise RunFailed(f"{file} was trained with {', '.join(differing)}: evaluate it with the same keys")
     return saved
