@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt, validate_call
 from tqdm import tqdm
 
-from lra_data.base import SPLITS, DataError, Example, Sizes, Source, Task, TaskSpec, cached, check_length
-from lra_data.lines import line_files
+from lra_data.base import SPLITS, DataError, Example, Sizes, Source, Task, TaskSpec, cached, check_length, line_files
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,

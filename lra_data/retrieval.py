@@ -7,8 +7,7 @@ from functools import partial
 
 from pydantic import PositiveInt, validate_call
 
-from lra_data.base import BYTES, Caps, Example, Task, TaskSpec, cached, check_length
-from lra_data.lines import line_files
+from lra_data.base import BYTES, Caps, Example, Task, TaskSpec, cached, check_length, line_files
 
 FILES, COLUMNS = "new_aan_pairs.{train,eval,test}.tsv", ["label", "id1", "id2", "text1", "text2"]
 PAIRS = {"train": 147_086, "dev": 18_090, "test": 17_437}  # in LRA's files

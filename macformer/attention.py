@@ -11,7 +11,7 @@ be causal. Optional are the methods `absorb(pre_sbn)` and `telemetry`, as RMFAtt
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -25,6 +25,7 @@ from macformer.folded import FLOOR, FoldedMap, check_square
 from macformer.linear import linear_attention
 from macformer.ppsbn import PreSBN, unit_rows
 
+Implementation = Literal["explicit", "checkpointed", "sdpa"]  # of softmax attention
 TELEMETRY_ROWS = 64  # queries of an example that telemetry compares with exact attention
 
 
@@ -68,16 +69,11 @@ class SoftmaxAttention(nn.Module):
     instead; sdpa is torch's fused kernel, which never holds them.
     """
 
-    def __init__(
-        self,
-        dropout: float = 0.0,
-        implementation: Literal["explicit", "checkpointed", "sdpa"] = "explicit",
-    ):
+    def __init__(self, dropout: float = 0.0, implementation: Implementation = "explicit"):
         super().__init__()
-        if implementation not in ("explicit", "checkpointed", "sdpa"):
-            raise ValueError(
-                f"implementation={implementation!r} is not known; choose one of explicit, checkpointed, sdpa"
-            )
+        if implementation not in get_args(Implementation):
+            known = ", ".join(get_args(Implementation))
+            raise ValueError(f"implementation={implementation!r} is not known; choose one of {known}")
         self.drop = Dropout(dropout)
         self.implementation = implementation
 

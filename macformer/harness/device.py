@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from numpy.typing import NDArray
@@ -25,7 +25,6 @@ CONTROL_GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-Item = TypeVar("Item")
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Account = Literal["training", "data_wait", "evaluation", "pause"]
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
@@ -166,22 +165,12 @@ class Clock:
         return self.last - before
 
 
-def time_repeated(device: torch.device, work: Callable[[], Item], seconds: float) -> tuple[float, Item]:
-    """Call it again and again for that long, at least once: mean seconds of a call, and what the last one returned."""
-    begin, calls = now(device), 0
-    while calls == 0 or now(device) - begin < seconds:
-        result = work()
-        calls += 1
-    return (now(device) - begin) / calls, result
-
-
 def feed(device: torch.device, batches: Iterable[tuple[NDArray[Any], ...]]) -> Iterator[tuple[Tensor, ...]]:
     """Batches as tensors on the device.
 
     CPU: made when they are asked for; a thread would take its time from the step. Else a thread makes the next one
     while the device works on this one; for CUDA in pinned memory, from which it is copied without waiting.
     """
-
     upcoming = (tuple(map(torch.from_numpy, batch)) for batch in batches)
     if device.type == "cpu":
         yield from upcoming

@@ -1,14 +1,9 @@
-"""The typed record of one run: what ran, on what, how well, how fast, how large. JSON, written once. No torch.
+"""The typed record of one run: what ran, on what, how well, how fast, how large. JSON, written once. No torch."""
 
-python -m macformer.harness.record show results/runs/listops/rfa/listops.rfa.0.0123abcd.json
-"""
-
-import argparse
 import base64
 import importlib.metadata
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -233,17 +228,6 @@ def summary(record: Record) -> str:
     return "\n".join(lines)
 
 
-def show(record: Record) -> str:
-    """The whole record for a person, without the single test outcomes."""
-    below = ("config", "quality", "time", "history")
-    lines = [*(f"{name:14} {value}" for name, value in record if name not in below), "", summary(record), ""]
-    lines += ["    step  train loss  dev loss  dev accuracy  learning rate     time"]
-    for p in record.history:
-        losses = f"{p.train_loss:10.4f}  {p.dev_loss:8.4f}  {p.dev_accuracy:12.2%}"
-        lines += [f"{p.step:>8,}  {losses}  {p.learning_rate:13.2e}  {duration(p.train_seconds):>7}"]
-    return "\n".join(lines)
-
-
 def write(record: Record, file: Path) -> None:
     files.write(file, record.model_dump_json(indent=2) + "\n")
 
@@ -266,17 +250,3 @@ def code() -> Code:
 def environment(device: str, device_name: str, threads: int, precision: str = "float32") -> Environment:
     versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
     return Environment(device=device, device_name=device_name, threads=threads, precision=precision, **versions)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m macformer.harness.record", description="Print a run's record.")
-    parser.add_argument("command", choices=["show"])
-    parser.add_argument("file", type=Path)
-    try:
-        print(show(read(parser.parse_args().file)))
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

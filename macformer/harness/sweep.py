@@ -161,7 +161,7 @@ def survey_elsewhere(config: DictConfig) -> Cell:
     known = records_alike(configs.container(config), "device", "trainer.precision")  # settled there
     if config.seed in [record.seed for record in known] and not config.force:
         return Cell("finished")
-    return Cell("begin", 1, next(map(cost_of, known), Cost()))
+    return Cell("begin", 1, next(map(recorded_cost, known), Cost()))
 
 
 def survey_here(config: DictConfig, fingerprints: dict[str, str | Exception], costs: dict[str, Cost]) -> Cell:
@@ -184,7 +184,7 @@ def survey_here(config: DictConfig, fingerprints: dict[str, str | Exception], co
     if kind not in costs:
         known = [each for each in records_alike(plan.resolved) if each.data.fingerprint == fingerprint]
         machine = devices.describe(plan.device)
-        same = (cost_of(each) for each in known if each.environment.device_name == machine)
+        same = (recorded_cost(each) for each in known if each.environment.device_name == machine)
         costs[kind] = next(same, None) or estimate_cost(plan)
     left = 1 - saved["step"] / plan.trainer.total_steps if saved else 1
     return Cell("go on" if saved else "begin", left, costs[kind])
@@ -201,12 +201,9 @@ def records_alike(config: dict[str, Any], *ignored: str) -> list[records.Record]
     return [each for each in found if each and _kind(each.config, *ignored) == _kind(config, *ignored)]
 
 
-def cost_of(record: records.Record) -> Cost:
-    return _cost(record.time, record.memory, f"seed {record.seed}")
-
-
-def _cost(times: Any, memory: Any, source: str) -> Cost:
-    return Cost(times.train_seconds + times.evaluation_seconds, mebibytes(memory.peak_bytes), source)
+def recorded_cost(record: Any) -> Cost:
+    seconds = record.time.train_seconds + record.time.evaluation_seconds
+    return Cost(seconds, mebibytes(record.memory.peak_bytes), f"seed {record.seed}")
 
 
 def estimate_cost(plan: RunPlan) -> Cost:
@@ -222,4 +219,5 @@ def estimate_cost(plan: RunPlan) -> Cost:
 def _time_steps(plan: RunPlan) -> Cost:
     task = plan.task()
     found = plan.trainer.forecast(plan.model(task), task, plan.device, plan.config.seed, PATIENCE)
-    return _cost(found, found.memory, f"{found.measured_steps} steps")
+    seconds = found.train_seconds + found.evaluation_seconds
+    return Cost(seconds, mebibytes(found.memory.peak_bytes), f"{found.measured_steps} steps")
