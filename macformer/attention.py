@@ -203,7 +203,7 @@ class RMFAttention(nn.Module):
             phi_q, phi_k = (self.feature_map(x * x.shape[-1] ** -0.25) for x in (q, k))
             floored = (phi_q @ phi_k.mT * seen).sum(-1) < self.floor * seen.sum(-1)
             exact = KernelAttention(self.kernel)(q, k, v, mask, causal)
-            # To normalise twice changes nothing. A call of `self` would call the hooks of `observe` again.
+            # To normalise twice changes nothing. A call of `self` would run the hooks that ask for this again.
             error = self.forward(q, k, v, mask, causal) - exact
             spread = exact - SoftmaxAttention()(torch.zeros_like(q), k, v, mask, causal)
             rows = real.unsqueeze(1).expand(error.shape[:3])

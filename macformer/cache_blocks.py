@@ -65,7 +65,7 @@ class _AddAndFeed(torch.autograd.Function):
             drop_out, drop_hidden, drop_last = (_Drop(kept, ctx.scale, at, grad_out.dtype) for kept in keep)
             x, shape = middle[at], gamma.shape
             normed, *statistics = torch.native_layer_norm(x, shape, gamma, beta, ctx.eps)
-            grad = drop_last(grad_out[at].clone())
+            grad = drop_last(grad_out[at], own=False)
             _add_linear(to_W_second, to_b_second, grad, drop_hidden(F.gelu(before[at])))
             grad = torch.ops.aten.gelu_backward(drop_hidden(grad @ W_second), before[at])
             _add_linear(to_W_first, to_b_first, grad, normed)
@@ -75,20 +75,20 @@ class _AddAndFeed(torch.autograd.Function):
             to_gamma += grad_gamma
             to_beta += grad_beta
             torch.add(grad, grad_out[at], out=grad_x[at])
-            grad = drop_out(grad_x[at].clone())
+            grad = drop_out(grad_x[at], own=False)
             _add_linear(to_W_out, to_b_out, grad, attended[at])
             torch.mm(grad, W_out, out=grad_attended[at])
         return grad_x, grad_attended, None, None, None, *sums
 
 
 class _Drop:
-    """Dropout of one block, in place; the same forward and backward."""
+    """Dropout of one block, in place of a tensor of our `own`; the same forward and backward."""
 
     def __init__(self, keep: Tensor | None, scale: float, at: slice, dtype: torch.dtype):
         self.factor = None if keep is None else keep[at].to(dtype).mul_(scale)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return x if self.factor is None else x.mul_(self.factor)
+    def __call__(self, x: Tensor, own: bool = True) -> Tensor:
+        return x if self.factor is None else x.mul_(self.factor) if own else x * self.factor
 
 
 def _add_linear(to_weight: Tensor, to_bias: Tensor, grad: Tensor, x: Tensor) -> None:

@@ -67,8 +67,8 @@ def check(config: DictConfig, key: str) -> DictConfig:
         target = get_object(node._target_)
     except ImportError:
         raise ConfigError(f"{key}._target_={node._target_} is not there to be imported") from None
-    types = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
-    types.pop("return", None)
+    hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    types = {name: hints.get(name, Any) for name in inspect.signature(target).parameters}
     values = {name: value for name, value in container(node).items() if name not in NOT_ARGUMENTS}
     for name in types.keys() & values.keys():
         if isinstance(values[name], dict) and "_target_" in values[name]:

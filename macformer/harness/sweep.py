@@ -131,6 +131,7 @@ def announce(every: list[DictConfig], at_once: int | None) -> None:
         try:
             cell = survey_here(config, fingerprints, costs) if at_once else survey_elsewhere(config)
             rows[config.task.name, config.model.name].append(cell)
+            fit = config
         except Exception as error:  # the run will say it again, when its turn comes
             problems[f"{config.task.name}: {error}"] += 1
     for problem, times in problems.items():
@@ -149,11 +150,11 @@ def announce(every: list[DictConfig], at_once: int | None) -> None:
     unknown = sum(cell.cost.seconds is None for cell in ahead)
     where = "one after the other"
     if at_once:
-        device = devices.choose(config.device)
+        device = devices.choose(fit.device)
         end = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + left))
         where = f"on {devices.describe(device)} ({device.type}, {at_once} at a time): until {end}"
     known = f" ({unknown} cells of unknown time left out)" if unknown else ""
-    print(f"  in all {duration(left)} {where}{known}; checkpoints in {config.paths.outputs}\n", flush=True)
+    print(f"  in all {duration(left)} {where}{known}; checkpoints in {fit.paths.outputs}\n", flush=True)
 
 
 def survey_elsewhere(config: DictConfig) -> Cell:
@@ -202,7 +203,7 @@ def records_alike(config: dict[str, Any], *ignored: str) -> list[records.Record]
 
 
 def recorded_cost(record: Any) -> Cost:
-    seconds = record.time.train_seconds + record.time.evaluation_seconds
+    seconds = record.time.train_seconds + record.time.evaluation_seconds + record.time.pause_seconds
     return Cost(seconds, mebibytes(record.memory.peak_bytes), f"seed {record.seed}")
 
 

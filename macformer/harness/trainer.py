@@ -56,6 +56,7 @@ class Trainer:
     compile: bool = False
     checkpoint_every: PositiveInt = 200
     telemetry: bool = False  # each evaluation asks all modules that have a method of this name about a dev batch
+    # `_at_work` sets what else a training needs.
 
     def __post_init__(self) -> None:
         if self.accumulate > self.batch_size:
@@ -153,6 +154,7 @@ class Trainer:
                 self.screen.close()
                 self.clock.book("pause")
                 self.result.note_peaks({"resident_peak_bytes": devices.resident_peak()})
+                del self.model, self.optimizer, self.schedule, self.scaler, self.redrawn  # a sweep keeps failed runs
 
     def _train(self, save: Callable[[State], None], log: Callable[[dict[str, Any]], None] | None) -> None:
         result = self.result
@@ -300,7 +302,8 @@ class Trainer:
     def _test_last_and_best(self) -> None:
         """Test the last weights and, if they are not the same, the best ones, which the model has from then on."""
         result, best, every = self.result, self.result.best(), np.arange(len(self.splits["test"]))
-        outcomes, _ = last, _ = self._evaluate("test", every)
+        last, _ = self._evaluate("test", every)
+        outcomes = last
         if best.step != self.total_steps:
             self.model.load_state_dict(result.best_weights)
             outcomes, _ = self._evaluate("test", every)
@@ -387,5 +390,3 @@ class Trainer:
         result.seconds.update(saved["seconds"])
         result.peaks, result.best_weights = saved["peaks"], saved["best_weights"]
         result.history = [Point(**point) for point in saved["history"]]
-        evaluated = len(result.history) * len(self.dev_indices)
-        self.example_seconds = result.seconds["evaluation"] / evaluated if evaluated else 0.0
