@@ -45,8 +45,11 @@ class MultiHead(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         """Queries of x (B, n, width), keys and values of y (B, m, width), mask (B, m) -> (B, n, heads * head_dim)."""
-        projected = self.to_q(x), self.to_k(y), self.to_v(y)
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
+        return self.attend_heads(self.to_q(x), self.to_k(y), self.to_v(y), mask, causal)
+
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+        """All between the projections: q (B, n, heads * head_dim), k and v (B, m, ...)."""
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         if self.pre_q and self.pre_k:
             q, k = self.pre_q(q, mask), self.pre_k(k, mask)
         if not causal:
@@ -73,11 +76,13 @@ class Layer(nn.Module):
         self.drop = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        normed, drop = self.norm_attend(x), self.drop
-        attended = self.attend(normed, normed, mask)
+        attend, drop = self.attend, self.drop
         if cache_blocks.usable(x):  # the same with less memory
-            return cache_blocks.add_and_feed(x, attended, self.attend.out, drop, self.norm, self.first, self.second)
-        x = x + drop(self.attend.out(attended))
+            q, k, v = cache_blocks.norm_and_project(x, self.norm_attend, (attend.to_q, attend.to_k, attend.to_v))
+            attended = attend.attend_heads(q, k, v, mask)
+            return cache_blocks.add_and_feed(x, attended, attend.out, drop, self.norm, self.first, self.second)
+        normed = self.norm_attend(x)
+        x = x + drop(attend.out(attend(normed, normed, mask)))
         return x + drop(self.second(drop(F.gelu(self.first(self.norm(x))))))
 
 
