@@ -61,9 +61,9 @@ class _NormAndProject(torch.autograd.Function):
         for at in _blocks(x):
             normed, *statistics = torch.native_layer_norm(x[at], gamma.shape, gamma, beta, ctx.eps)
             grad_normed = torch.zeros_like(normed)
-            for grad, weight, to_weight, to_bias in zip(grads, maps[::2], sums[2::2], sums[3::2], strict=True):
+            for grad, weight, *to_map in zip(grads, maps[::2], sums[2::2], sums[3::2], strict=True):
                 grad_normed.addmm_(grad[at], weight)
-                _add_linear(to_weight, to_bias, grad[at], normed)
+                _add_linear(to_map, grad[at], normed)
             grad_x[at] = _norm_backward(grad_normed, x[at], statistics, [gamma, beta], sums)
         return grad_x, None, *sums
 
@@ -93,22 +93,18 @@ class _AddAndFeed(torch.autograd.Function):
         W_out, _, gamma, beta, W_first, _, W_second, _ = parameters
         grad_x, grad_attended = torch.empty_like(middle), torch.empty_like(attended)
         sums = [torch.zeros_like(p) for p in parameters]
-        (to_W_out, to_b_out), to_norm, (to_W_first, to_b_first, to_W_second, to_b_second) = (
-            sums[:2],
-            sums[2:4],
-            sums[4:],
-        )
+        to_out, to_norm, to_first, to_second = (sums[i : i + 2] for i in range(0, len(sums), 2))
         for at in _blocks(middle):
             drop_out, drop_hidden, drop_last = (_Drop(kept, ctx.scale, at, grad_out.dtype) for kept in keep)
             normed, *statistics = torch.native_layer_norm(middle[at], gamma.shape, gamma, beta, ctx.eps)
             grad = drop_last(grad_out[at], own=False)
-            _add_linear(to_W_second, to_b_second, grad, drop_hidden(F.gelu(before[at])))
+            _add_linear(to_second, grad, drop_hidden(F.gelu(before[at])))
             grad = torch.ops.aten.gelu_backward(drop_hidden(grad @ W_second), before[at])
-            _add_linear(to_W_first, to_b_first, grad, normed)
+            _add_linear(to_first, grad, normed)
             grad = _norm_backward(grad @ W_first, middle[at], statistics, [gamma, beta], to_norm)
             torch.add(grad, grad_out[at], out=grad_x[at])
             grad = drop_out(grad_x[at], own=False)
-            _add_linear(to_W_out, to_b_out, grad, attended[at])
+            _add_linear(to_out, grad, attended[at])
             torch.mm(grad, W_out, out=grad_attended[at])
         return grad_x, grad_attended, None, None, None, *sums
 
@@ -132,10 +128,10 @@ def _norm_backward(grad: Tensor, x: Tensor, statistics: Any, norm: list[Tensor],
     return grad_x
 
 
-def _add_linear(to_weight: Tensor, to_bias: Tensor, grad: Tensor, x: Tensor) -> None:
-    """The gradient of a linear map's weight and bias, from one block."""
-    to_weight.addmm_(grad.mT, x)
-    to_bias += grad.sum(0)
+def _add_linear(sums: list[Tensor], grad: Tensor, x: Tensor) -> None:
+    """Add the gradient of a linear map's weight and bias, from one block, to these two sums."""
+    sums[0].addmm_(grad.mT, x)
+    sums[1] += grad.sum(0)
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
