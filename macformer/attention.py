@@ -6,7 +6,7 @@ out is (B, H, n, d). A query that sees no key at all gets zeros. Inside, everyth
 autocast.
 
 An attention of your own is a module with `forward(q, k, v, mask)` of these shapes, with an argument `causal` if it can
-be causal. Optional are the methods `absorb(pre_sbn)` and `telemetry`, as RMFAttention has them.
+be causal. Optional are the methods `absorb(pre_sbn)`, `telemetry` and `backend(device)`, as RMFAttention has them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from macformer import kernels
 from macformer.dropout import Dropout
 from macformer.features import RandomFourier, RandomMaclaurin, Sampling
 from macformer.folded import FLOOR, FoldedMap, check_square
-from macformer.linear import linear_attention
+from macformer.linear import linear_attention, linear_backend
 from macformer.ppsbn import PreSBN, unit_rows
 
 Implementation = Literal["explicit", "checkpointed", "sdpa"]  # of softmax attention
@@ -76,6 +76,9 @@ class SoftmaxAttention(nn.Module):
             raise ValueError(f"implementation={implementation!r} is not known; choose one of {known}")
         self.drop = Dropout(dropout)
         self.implementation = implementation
+
+    def backend(self, device: torch.device) -> str:
+        return f"{self.implementation} softmax"
 
     @_full_precision
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -155,20 +158,24 @@ class RMFAttention(nn.Module):
         self.pre_sbn_eps = pre_sbn.eps
         return True
 
+    def backend(self, device: torch.device) -> str:
+        """What computes it there, in a few words for the first lines of a run."""
+        return linear_backend(device)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         _check_width(q, self.feature_map.head_dim)
-        with torch.autocast(q.device.type, enabled=False):  # or A would be rounded
-            constant, linear, rows, widths = self.feature_map.folded(torch.promote_types(q.dtype, torch.float32))
-        scale = q.shape[-1] ** -0.25  # of q and of k: once in each projection, twice in the linear part
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        draw = self.feature_map.folded(dtype, q.shape[-1] ** -0.25)
         folded = FoldedMap(
-            constant=constant,
-            linear=None if linear is None else linear * scale**2,
-            widths=widths,
+            constant=draw.constant,
+            linear=draw.linear,
+            root=draw.root,
+            widths=draw.widths,
             floor=self.floor,
             normalise="no" if self.pre_sbn_eps is None else "centred",
             eps=self.pre_sbn_eps or 0.0,
         )
-        return linear_attention(q, k, v, mask, causal, rows * scale, folded)
+        return linear_attention(q, k, v, mask, causal, draw.rows, folded)
 
     @torch.no_grad()
     def telemetry(
@@ -226,10 +233,13 @@ class RFAttention(nn.Module):
         super().__init__()
         self.feature_map = RandomFourier(head_dim, features, heads, generator)
 
+    def backend(self, device: torch.device) -> str:
+        return linear_backend(device)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         frequencies = self.feature_map.frequencies()
         _check_width(q, frequencies.shape[-1])
         # The features' scale 1/F cancels in the ratio: only the floor has to know it.
         floor = FLOOR * frequencies.shape[1]
-        folded = FoldedMap(constant=0.0, linear=None, widths=None, floor=floor, normalise="unit", eps=1e-12)
+        folded = FoldedMap(constant=0.0, linear=None, root=None, widths=None, floor=floor, normalise="unit", eps=1e-12)
         return linear_attention(q, k, v, mask, causal, frequencies, folded)

@@ -6,7 +6,7 @@ They know no attention. Shapes: d head width, D features, N degree of one featur
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -17,6 +17,20 @@ from macformer.kernels import Kernel
 
 RELEASE_DEGREES = 20  # the authors' later release samples degrees 1..20
 Sampling = Literal["paper", "release", "exact01", "order1"]
+
+
+class Folded(NamedTuple):
+    """Phi(z x).Phi(z y) = c0 + x A y + F(x).F(y), for a scale z.
+
+    All constants are one number and all features of degree 1 one d x d matrix, A = L^T L (None if there are none). F
+    are the features of degree 2 and more, each a product of projections x rows^T; widths[j] of them have a factor j.
+    """
+
+    constant: float  # c0
+    linear: Tensor | None  # A (d, d)
+    root: Tensor  # L (l, d), l <= d
+    rows: Tensor  # (1, W, d)
+    widths: tuple[int, ...]
 
 
 def products(projected: Tensor, widths: Sequence[int]) -> Tensor:
@@ -81,6 +95,7 @@ class RandomMaclaurin(nn.Module):
         device = generator.device if generator else "cpu"
         self.seed = int(torch.randint(2**62, (), generator=generator, device=device))
         self.steps = 0
+        self._folded: dict[tuple[torch.dtype, float], Folded] = {}
         for name in ("degrees", "rows", "scales"):
             self.register_buffer(name, torch.empty(0))
         self._draw()
@@ -95,18 +110,31 @@ class RandomMaclaurin(nn.Module):
         return torch.cat([product, constant.to(x.dtype).expand(*x.shape[:-1], -1)], -1)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # or each redraw would be compiled for
-    def folded(self, dtype: torch.dtype) -> tuple[float, Tensor | None, Tensor, tuple[int, ...]]:
-        """c0, A, rows and widths, so that Phi(x).Phi(y) = c0 + x A y + F(x).F(y), and F is made of x rows^T.
+    def folded(self, dtype: torch.dtype, scale: float = 1.0) -> Folded:
+        """The folded form of this draw; made once and kept until another draw."""
+        if (dtype, scale) not in self._folded:
+            self._folded[dtype, scale] = self._fold(dtype, scale)
+        return self._folded[dtype, scale]
 
-        All constants are one number and all features of degree 1 one d x d matrix A (None if there are none). F are the
-        features of degree 2 and more, each a product of projections; widths[j] of them have a factor j. rows (1, W, d).
-        """
+    @torch.inference_mode(False)  # an evaluation may be the first to ask, and what it made be used in training
+    @torch.no_grad()
+    def _fold(self, dtype: torch.dtype, scale: float) -> Folded:
         linear, deep = self._widths[0] if self._widths else 0, self._widths[1] if len(self._widths) > 1 else 0
         w = self.rows.to(dtype)
         scaled = w[:linear] * self.scales[:linear].to(dtype).unsqueeze(-1)
-        matrix = scaled[deep:].mT @ scaled[deep:] if linear > deep else None
-        rows = torch.cat([scaled[:deep], w[linear:]])
-        return self._constant, matrix, rows.unsqueeze(0), (deep, *self._widths[1:]) if deep else ()
+        root, A = scaled[deep:], None
+        with torch.autocast(w.device.type, enabled=False):  # or A would be rounded
+            if len(root):
+                A = (root.mT @ root) * scale**2
+            if len(root) > self.head_dim:
+                root = torch.linalg.qr(root.double(), "r").R.to(dtype)
+        rows = torch.cat([scaled[:deep], w[linear:]]) * scale
+        widths = (deep, *self._widths[1:]) if deep else ()
+        return Folded(self._constant, A, root * scale, rows.unsqueeze(0), widths)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self._folded.clear()  # the buffers move, or change their dtype
+        return super()._apply(*args, **kwargs)
 
     def step(self) -> None:
         """Count a training step; make a new draw if it is time."""
@@ -145,6 +173,7 @@ class RandomMaclaurin(nn.Module):
 
     def _plan(self, degrees: list[int], scales: list[float]) -> None:
         """What the buffers say, as plain numbers: asking a GPU for them in every step would make it wait."""
+        self._folded.clear()
         self._widths = [sum(j < N for N in degrees) for j in range(degrees[0])]
         self._constant = sum(s**2 for s, N in zip(scales, degrees, strict=True) if N == 0)
 
@@ -162,6 +191,7 @@ class RandomMaclaurin(nn.Module):
         if fits:
             self.rows = self.rows.new_empty(rows.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._folded.clear()
         if fits:
             self._plan(degrees.tolist(), scales.tolist())
 

@@ -1,10 +1,12 @@
-"""Folded feature maps, and linear attention in plain torch: its definition, and the causal form by chunks.
+"""Folded feature maps, and linear attention in plain torch: its definition, and the folded form.
 
 Shapes: B batch, H heads, n queries, m keys, d width of a head, e width of a value, f features of degree 2 and more.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import wraps
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ class FoldedMap:
 
     constant: float  # c0
     linear: Tensor | None  # A (d, d)
+    root: Tensor | None  # L (l, d) with A = L^T L; None where there are no products
     widths: tuple[int, ...] | None  # F = products of projections, see _Products; None: their sines and cosines
     floor: float  # lower limit of the denominator, per kept key
     normalise: Literal["no", "centred", "unit"]  # x | (x - mean) / |x - mean| | x / |x|
@@ -49,26 +52,64 @@ def plain_attention(
     return weights @ v / torch.maximum(weights.sum(-1, keepdim=True), floor * ones.sum(-1, keepdim=True).clamp(min=1))
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap) -> Tensor:
-    """Chunk by chunk: within a chunk the weights are explicit, all earlier chunks are one (d + f) x (e + 1) sum."""
+def folded_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap, causal: bool
+) -> Tensor:
+    """The formula of macformer/linear.py in plain torch: what torch.compile gets, and the causal form."""
     with torch.autocast(q.device.type, enabled=False):
-        n, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+        n, dtype = k.shape[2], torch.promote_types(q.dtype, torch.float32)
         keep = (q.new_ones(1, n) if mask is None else mask).to(dtype)[:, None, :, None]
         value = torch.cat([v.to(dtype), keep.expand(*v.shape[:3], 1)], -1) * keep
         tokens = _normalised(q.to(dtype), folded), _normalised(k.to(dtype) * keep, folded)
         query, key = ([x, _features(x, rows.to(dtype), folded)] for x in tokens)
         query = [query[0] @ folded.linear.to(dtype), query[1]] if folded.linear is not None else query[1:]
-        chunk = min(n, CAUSAL_CHUNK)
-        chunks = [
-            F.pad(x, (0, 0, 0, -n % chunk)).unflatten(2, (-1, chunk))
-            for x in (torch.cat(query, -1), torch.cat(key[-len(query) :], -1), value)
-        ]
-        sums = chunks[1].mT @ chunks[2]
-        before = F.pad(sums.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
-        product = chunks[0] @ before + (chunks[0] @ chunks[1].mT).tril() @ chunks[2]
-        product = product.flatten(2, 3)[:, :, :n] + folded.constant * value.cumsum(2)
-        denominator = torch.maximum(product[..., -1:], folded.floor * keep.cumsum(2).clamp(min=1))
+        joined = torch.cat(query, -1), torch.cat(key[-len(query) :], -1)
+        if causal:
+            product, seen = _by_chunks(*joined, value) + folded.constant * value.cumsum(2), keep.cumsum(2)
+        else:
+            product = joined[0] @ (joined[1].mT @ value) + folded.constant * value.sum(2, keepdim=True)
+            seen = keep.sum(2, keepdim=True)
+        denominator = torch.maximum(product[..., -1:], folded.floor * seen.clamp(min=1))
         return (product[..., :-1] / denominator).to(q.dtype)
+
+
+def _by_chunks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Within a chunk the weights are explicit, all earlier chunks are one (d + f) x (e + 1) sum."""
+    n = query.shape[2]
+    chunk = min(n, CAUSAL_CHUNK)
+    query, key, value = (F.pad(x, (0, 0, 0, -n % chunk)).unflatten(2, (-1, chunk)) for x in (query, key, value))
+    sums = key.mT @ value
+    before = F.pad(sums.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    product = query @ before + (query @ key.mT).tril() @ value
+    return product.flatten(2, 3)[:, :, :n]
+
+
+def without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a method of an autograd function autocast off, also where someone calls backward inside the context."""
+
+    @wraps(method)
+    def run(ctx: Any, x: Tensor, *args: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return method(ctx, x, *args)
+
+    return run
+
+
+def empty_heads(x: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
+    """A new (B, H, n, width) like x, stored as (B, n, H, width), so that joining the heads is a view."""
+    B, H, n, d = x.shape
+    return x.new_empty(B, n, H, width or d, dtype=dtype).transpose(1, 2)
+
+
+def inverse_norm(x: Tensor, eps: float) -> Tensor:
+    """1 / |x| of each row; 0 where |x| is at most eps: such a row has no direction."""
+    norm = torch.linalg.vecdot(x, x).sqrt_().unsqueeze(-1)
+    return norm.clamp(min=eps).reciprocal_().mul_(norm > eps)
+
+
+def inverse_norm_backward(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
+    """From the gradient of unit = x * inverse, in its place, that of x."""
+    return grad.addcmul_(unit, torch.linalg.vecdot(unit, grad).unsqueeze(-1), value=-1).mul_(inverse)
 
 
 def _normalised(x: Tensor, folded: FoldedMap) -> Tensor:

@@ -1,4 +1,7 @@
-"""Linear attention with a folded feature map: the core of RMFA and RFA. folded.py has the same in plain torch.
+"""Linear attention with a folded feature map: the core of RMFA and RFA.
+
+This is the form for the CPU, and the choice among the forms: linear_gpu.py has the one for GPUs, folded.py the same
+formula in plain torch.
 
     out_i = (c0 sum_j v_j + q_i A (K^T V) + F(q_i) (F(K)^T V)) / (c0 n_eff + q_i A (K^T 1) + F(q_i) (F(K)^T 1))
 
@@ -11,8 +14,7 @@ Features are stored one after the other, (g, f, c): the product of two of them r
 """
 
 import math
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,16 +22,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from macformer.folded import FoldedMap, causal_attention, check_square
+from macformer.folded import (
+    FoldedMap,
+    check_square,
+    empty_heads,
+    folded_attention,
+    inverse_norm,
+    inverse_norm_backward,
+    without_autocast,
+)
+from macformer.linear_gpu import LinearAttentionGPU
 from macformer.ppsbn import unit_rows_backward, unit_rows_forward
 
-# How many numbers a block may hold: a CPU core's cache is small, a GPU wants few and large launches (docs/log.md).
-BLOCK = {"cpu": 2**19, "cuda": 2**25}
+BLOCK = 2**19  # numbers that a block may hold: a CPU core's cache is small (docs/log.md)
 ROW_PADDING = 16  # numbers between the rows of an (f, c) matrix
 
 
-# Not for torch.compile: there is nothing left to fuse, and it would unroll the blocks.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, rows: Tensor, folded: FoldedMap
 ) -> Tensor:
@@ -46,21 +54,24 @@ def linear_attention(
     mask = None if mask is None else mask.expand(B, m)
     if folded.widths is not None:
         rows = rows.detach()  # random signs are not trained
-    if not causal:
-        return _LinearAttention.apply(q, k, v, mask, rows, folded)
-    check_square(q, k)
-    return checkpoint(causal_attention, q, k, v, mask, rows, folded, use_reentrant=False)
+    if causal:
+        check_square(q, k)
+    elif q.is_cpu:
+        return _on_cpu(q, k, v, mask, rows, folded)
+    elif not torch.compiler.is_compiling():
+        return LinearAttentionGPU.apply(q, k, v, mask, rows, folded)
+    return checkpoint(folded_attention, q, k, v, mask, rows, folded, causal, use_reentrant=False)
 
 
-def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums over thousands of keys need float32."""
+def linear_backend(device: torch.device) -> str:
+    """What `linear_attention` is computed by."""
+    return f"linear attention in {'cache blocks' if device.type == 'cpu' else 'large launches'}"
 
-    @wraps(method)
-    def run(ctx: Any, x: Tensor, *args: Any) -> Any:
-        with torch.autocast(x.device.type, enabled=False):
-            return method(ctx, x, *args)
 
-    return run
+# Not for torch.compile: there is nothing left to fuse, and it would unroll the blocks.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap) -> Tensor:
+    return _LinearAttention.apply(q, k, v, mask, rows, folded)
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -71,12 +82,13 @@ class _LinearAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    @_without_autocast
+    @without_autocast
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap
     ) -> Tensor:
         work = _Work(q, k, v, mask, rows, folded)
-        out = work.empty_like(q, v.shape[-1])
+        # Numerator and denominator nearly cancel in the gradient: it needs `out` before it is rounded to q's dtype.
+        out = empty_heads(q, work.new["dtype"], v.shape[-1])
         denominators = torch.empty(*q.shape[:-1], 1, **work.new)
         sums = torch.zeros(*q.shape[:-2], work.width, v.shape[-1] + 1, **work.new)
         for at in work.groups():
@@ -95,15 +107,15 @@ class _LinearAttention(torch.autograd.Function):
                 torch.div(product[..., :-1], denominator, out=result)
         ctx.save_for_backward(q, k, v, mask, rows, out, denominators, sums)
         ctx.folded = folded
-        return out
+        return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
-    @_without_autocast
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, mask, rows, out, denominators, sums = ctx.saved_tensors
         work = _Work(q, k, v, mask, rows, ctx.folded)
-        grad_q, grad_k, grad_v = (work.empty_like(x) for x in (q, k, v))
+        grad_q, grad_k, grad_v = (empty_heads(x, x.dtype) for x in (q, k, v))
         grad_rows = torch.zeros(work.rows.shape, **work.new) if ctx.needs_input_grad[4] else None
         for at in work.groups():
             T, U = _Sums(sums[at], work), _Sums(torch.zeros_like(sums[at]), work)
@@ -144,8 +156,7 @@ class _Work:
         self.features = 2 * projections if folded.widths is None else folded.widths[0] if folded.widths else 0
         self.linear = 0 if folded.linear is None else q.shape[-1]
         self.width = self.linear + self.features + 1
-        size = BLOCK.get(q.device.type, BLOCK["cuda"])
-        tokens = size // max(2 * self.value_width, projections + self.features)
+        tokens = BLOCK // max(2 * self.value_width, projections + self.features)
         self.tokens = max(1, tokens)  # of one head that fit into one block
         self.batch, self.heads = B, H
         self.fit = tokens // max(1, q.shape[2], k.shape[2])  # heads that fit into one block
@@ -158,11 +169,6 @@ class _Work:
         self.keep = keep.unsqueeze(1).expand(-1, H, -1, -1)
         self.floor = (folded.floor * keep.sum(1, keepdim=True).clamp(min=1)).unsqueeze(1).expand(-1, H, -1, -1)
         self.made: dict[torch.Size, _Block] = {}
-
-    def empty_like(self, x: Tensor, width: int | None = None) -> Tensor:
-        """A new (B, H, n, width), stored as (B, n, H, width), so that joining the heads is a view."""
-        B, H, n, d = x.shape
-        return torch.empty(B, n, H, width or d, dtype=x.dtype, device=x.device).transpose(1, 2)
 
     def groups(self) -> Iterator[Any]:
         """Indices of the heads that are computed together: x[at] is (g, n, d)."""
@@ -233,8 +239,7 @@ class _Block:
         if self.folded.normalise == "centred":
             self.x, *self.statistics = unit_rows_forward(self.x, self.folded.eps)
         elif self.folded.normalise == "unit":
-            norm, eps = torch.linalg.vecdot(self.x, self.x).sqrt_().unsqueeze(-1), self.folded.eps
-            self.inverse = norm.clamp(min=eps).reciprocal_().mul_(norm > eps)  # zero has no direction
+            self.inverse = inverse_norm(self.x, self.folded.eps)
             self.x = self.x * self.inverse
         elif keep is not None and self.mask_tokens:
             self.x = self.x * keep  # masking the values is not enough: the powers of a huge key overflow
@@ -287,7 +292,7 @@ class _Block:
         if self.folded.normalise == "centred":
             grad = unit_rows_backward(grad, self.read, self.folded.eps, *self.statistics)
         elif self.folded.normalise == "unit":
-            grad.addcmul_(self.x, torch.linalg.vecdot(self.x, grad).unsqueeze(-1), value=-1).mul_(self.inverse)
+            inverse_norm_backward(grad, self.x, self.inverse)
         if not direct:
             grad_x.copy_(grad)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 BEND = 1e-3  # below about this size post-SBN is a straight line: a finite slope at zero
 MOMENTUM = 0.1  # of the running averages, torch's default
-PIECE = {"cpu": 2**18, "cuda": 2**24}  # numbers that post-SBN takes at a time
+PIECE = 2**18  # numbers that post-SBN takes at a time on the CPU
 
 
 def unit_rows(x: Tensor, eps: float) -> Tensor:
@@ -25,7 +25,13 @@ def unit_rows(x: Tensor, eps: float) -> Tensor:
 
 
 def unit_rows_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows, and mean and 1/deviation for `unit_rows_backward`; for some tokens at a time, which are in the cache.
+    """The rows, and mean and 1/deviation for `unit_rows_backward`, by one layer norm."""
+    d = x.shape[-1]
+    return torch.native_layer_norm(x, (d,), torch.full((d,), d**-0.5, dtype=x.dtype, device=x.device), None, eps**2)
+
+
+def unit_rows_in_cache(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for some tokens at a time, which are in the CPU's cache.
 
     There these passes take 28 ns for a row of a head, and torch's layer norm, which does it in one, 41.
     """
@@ -36,21 +42,23 @@ def unit_rows_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return rows.mul_(rstd * d**-0.5), mean, rstd
 
 
+def without_noise(rstd: Tensor, mean: Tensor, eps: float) -> Tensor:
+    """A row that is constant, but for rounding, has no direction: its gradient is to be zero instead of 1e13."""
+    noise = mean.abs().mul_(4 * torch.finfo(mean.dtype).eps).clamp_(min=2 * eps)
+    return rstd * (rstd * noise < 1)
+
+
 def unit_rows_backward(grad: Tensor, x: Tensor, eps: float, mean: Tensor, rstd: Tensor) -> Tensor:
-    """A row that is constant, but for rounding, has no direction: its gradient is zero instead of 1e13."""
-    d = x.shape[-1]
-    noise = mean.abs().mul_(4 * torch.finfo(x.dtype).eps).clamp_(min=2 * eps)
-    rstd = rstd * (rstd * noise < 1)
+    d, rstd = x.shape[-1], without_noise(rstd, mean, eps)
     return torch.ops.aten.native_layer_norm_backward(
-        grad, x, (d,), mean, rstd, x.new_full((d,), d**-0.5), None, (True, False, False)
+        grad, x, (d,), mean, rstd, torch.full((d,), d**-0.5, dtype=x.dtype, device=x.device), None, (True, False, False)
     )[0]
 
 
 class _UnitRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        d = x.shape[-1]
-        rows, mean, rstd = torch.native_layer_norm(x, (d,), x.new_full((d,), d**-0.5), None, eps**2)
+        rows, mean, rstd = unit_rows_forward(x, eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.eps = eps
         return rows
@@ -139,17 +147,52 @@ class PostSBN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, n, d) -> (B, H, n, d), in float32 or wider."""
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return _Power.apply(x, self.log_gamma.to(x.dtype), self.log_beta.to(x.dtype))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        log_gamma, log_beta = self.log_gamma.to(dtype), self.log_beta.to(dtype)
+        if x.is_cpu and not torch.compiler.is_compiling():
+            return _PowerCPU.apply(x, log_gamma, log_beta)
+        gamma, exponent = log_gamma.exp(), (log_beta.exp() - 1) / 2
+        if not torch.compiler.is_compiling():
+            return _PowerGPU.apply(x, gamma, exponent)
+        y = x * gamma
+        return y * (exponent * (y.square() + BEND**2).log()).exp()
 
 
-class _Power(torch.autograd.Function):
-    """y E, where E = (y^2 + BEND^2)^((beta-1)/2) is written as exp and log: pow is several times slower on the CPU."""
+class _PowerGPU(torch.autograd.Function):
+    """y s^exponent with s = y^2 + BEND^2, in few passes over the memory. It keeps x alone, in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, exponent: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gamma, exponent)
+        y = x * gamma
+        return _bent(y).pow_(exponent).mul_(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, gamma, exponent = ctx.saved_tensors
+        y = x * gamma
+        s = _bent(y)
+        pulled = s.pow(exponent).mul_(grad)
+        # d out/d exponent = out log(s);  d out/dy = s^exponent (1 + 2 exponent y^2 / s), and y^2 = s - BEND^2
+        grad_exponent = y.mul_(pulled).xlogy_(s).sum_to_size(exponent.shape)
+        of_y = torch.addcdiv(1 + 2 * exponent, exponent, s, value=-2 * BEND**2).mul_(pulled)
+        grad_gamma = (of_y * x).sum_to_size(gamma.shape)
+        return torch.mul(of_y, gamma, out=torch.empty_like(x)), grad_gamma, grad_exponent
+
+
+def _bent(y: Tensor) -> Tensor:
+    """y^2 + BEND^2"""
+    return torch.addcmul(torch.full((1,), BEND**2, dtype=y.dtype, device=y.device), y, y)
+
+
+class _PowerCPU(torch.autograd.Function):
+    """The same with exp and log: pow is several times slower on the CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_gamma: Tensor, log_beta: Tensor) -> Tensor:
         ctx.save_for_backward(x, log_gamma, log_beta)
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=log_gamma.dtype)
         for b in _examples(x):
             y = x[b] * log_gamma.exp()
             power = y.square().add_(BEND**2).log_().mul_((log_beta.exp() - 1) / 2).exp_()
@@ -161,7 +204,8 @@ class _Power(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, log_gamma, log_beta = ctx.saved_tensors
         gamma, beta = log_gamma.exp(), log_beta.exp()
-        grad_x, grad_gamma, grad_beta = torch.empty_like(x), torch.zeros_like(gamma), torch.zeros_like(beta)
+        grad_x = torch.empty_like(x, dtype=gamma.dtype)
+        grad_gamma, grad_beta = torch.zeros_like(gamma), torch.zeros_like(beta)
         for b in _examples(x):
             y = x[b] * gamma
             square = y.square()
@@ -172,10 +216,10 @@ class _Power(torch.autograd.Function):
             grad_beta += log.mul_(y).mul_(pulled).mul_(beta / 2).sum_to_size(beta.shape)
             torch.mul(square.div_(bent).mul_(beta - 1).add_(1).mul_(pulled), gamma, out=grad_x[b])
             grad_gamma += (grad_x[b] * x[b]).sum_to_size(gamma.shape)
-        return grad_x, grad_gamma, grad_beta
+        return grad_x.to(x.dtype), grad_gamma, grad_beta
 
 
 def _examples(x: Tensor) -> Iterator[slice]:
     """Some examples at a time: passes over them find them in the cache, and what they hold in between stays small."""
-    size = max(1, PIECE.get(x.device.type, PIECE["cuda"]) * len(x) // max(1, x.numel()))
+    size = max(1, PIECE * len(x) // max(1, x.numel()))
     return (slice(start, start + size) for start in range(0, len(x), size))

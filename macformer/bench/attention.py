@@ -59,7 +59,7 @@ class PlainTorch(RMFAttention):
     """The folded formula of macformer/linear.py as anyone would write it: autograd keeps all intermediates."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        constant, linear, rows, widths = self.feature_map.folded(q.dtype)
+        constant, linear, _, rows, widths = self.feature_map.folded(q.dtype)
         assert mask is not None
         assert linear is not None  # of 128 features some have degree 1
         q, k = q * HEAD_DIM**-0.25, k * HEAD_DIM**-0.25

@@ -1,6 +1,7 @@
 """Feature maps: the written formula, unbiasedness (statistical), buffers."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_the_folded_form_is_the_map(kernel: str, sampling: str, width: int) -> N
     width = max(width, 10) if sampling == "exact01" else width
     features = RandomMaclaurin(8, width, kernel, sampling=sampling, generator=torch.Generator().manual_seed(1)).double()
     x, y = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    constant, linear, rows, widths = features.folded(torch.float64)
+    constant, linear, root, rows, widths = features.folded(torch.float64)
 
     def deep(x: torch.Tensor) -> torch.Tensor:
         factors = (x @ rows[0].T).split(widths, -1) if widths else (x.new_ones(5, 0),)
@@ -200,6 +201,27 @@ def test_the_folded_form_is_the_map(kernel: str, sampling: str, width: int) -> N
 
     folded = constant + (x @ linear @ y.T if linear is not None else 0) + deep(x) @ deep(y).T
     torch.testing.assert_close(folded, features(x) @ features(y).T, rtol=1e-6, atol=1e-9)
+    assert len(root) <= 8
+    torch.testing.assert_close(root.T @ root, torch.zeros(8, 8).double() if linear is None else linear)
+
+
+def test_the_folded_form_is_kept_until_the_draw_changes() -> None:
+    """Also where an evaluation asks first: what it keeps can be trained with."""
+    features = RandomMaclaurin(8, 32, redraw=1, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        first = features.folded(torch.float32)
+    assert features.folded(torch.float32) is first
+    assert not first.rows.is_inference()
+    changes: list[Callable[[], object]] = [
+        features.step,
+        lambda: features.load_state_dict(features.state_dict()),
+        lambda: features.to("meta").to_empty(device="cpu"),
+        features.double,
+    ]
+    for change in changes:
+        before = features.folded(torch.float32)
+        change()
+        assert features.folded(torch.float32) is not before
 
 
 def test_a_map_of_constants_only_works() -> None:

@@ -58,11 +58,13 @@ def both(
     return out.detach(), list(torch.autograd.grad(out, inputs, grad_out, materialize_grads=True))
 
 
-@pytest.fixture(params=[None, 200, 3000], ids=["one block", "tiny blocks", "small blocks"])
+@pytest.fixture(params=[None, 200, 3000, "gpu"], ids=["one block", "tiny blocks", "small blocks", "as on a GPU"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work in one piece, or cut through tokens, or with several examples a piece."""
-    if request.param:
-        monkeypatch.setitem(linear.BLOCK, "cpu", request.param)
+    """The work in one piece, or cut through tokens, or with several examples a piece, or the CPU in a GPU's place."""
+    if request.param == "gpu":
+        monkeypatch.setattr(Tensor, "is_cpu", False)
+    elif request.param:
+        monkeypatch.setattr(linear, "BLOCK", request.param)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -190,6 +192,7 @@ def test_nothing_is_left_behind_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
+        both(attention, inputs)  # makes the folded form of the draw, which is kept
         before = sum(type(x) is Tensor for x in gc.get_objects())
         both(attention, inputs)
         assert sum(type(x) is Tensor for x in gc.get_objects()) == before
@@ -332,7 +335,7 @@ def test_any_shape_mask_and_dtype(
     attention = RMFAttention(width, features, kernel, sampling, generator=seeded(n))
     inputs = qkv(B, H, n, m, width, dtype, seed=m)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(linear.BLOCK, "cpu", size)
+        patch.setattr(linear, "BLOCK", size)
         out, grads = both(attention, inputs, mask)
     exact, _ = both(plain(attention.double()), [x.detach().double().requires_grad_() for x in inputs], mask)
     assert out.dtype == dtype

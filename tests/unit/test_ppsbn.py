@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from macformer.ppsbn import BEND, PIECE, PostSBN, PreSBN
+from macformer import ppsbn
+from macformer.ppsbn import BEND, PostSBN, PreSBN
 
 
 def test_pre_sbn_is_centred_rows_of_length_one() -> None:
@@ -121,12 +122,11 @@ def test_bad_arguments_are_named(arguments: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("examples", [1, 10**9])
-def test_post_sbn_has_the_gradients_of_its_formula(
-    per_head: bool, examples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One example at a time, and all at once."""
-    monkeypatch.setitem(PIECE, "cpu", examples)
+@pytest.mark.parametrize("way", ["an example at a time", "all at once", "as on a GPU", "compiled"])
+def test_post_sbn_has_the_gradients_of_its_formula(per_head: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ppsbn, "PIECE", 1 if way == "an example at a time" else 10**9)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", way != "as on a GPU")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: way == "compiled")
     post = PostSBN(2, 4, per_head).double()
     with torch.no_grad():
         post.log_gamma.normal_()
