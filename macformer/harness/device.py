@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -31,11 +32,45 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each s
 _runs = 0  # that this process was prepared for
 
 
-def choose(name: str) -> torch.device:
-    """auto | cpu | cuda -> a device that is there."""
-    if name == "cuda" and not cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no CUDA GPU here; use device=cpu or device=auto")
-    return torch.device("cuda" if name != "cpu" and cuda.is_available() else "cpu")
+def choose(name: str, root: Path = Path("/")) -> torch.device:
+    """auto | cpu | cuda | cuda:N -> a device that is there; a GPU with its index. `root` has /dev.
+
+    `auto` is the CPU where there is no GPU or the user has hidden it, not where torch cannot use the one that is there.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings(action="ignore"):  # an old driver is a warning of torch's, and an error below
+        count = cuda.device_count() if cuda.is_available() else 0
+    if not count:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if not hidden and any(root.glob("dev/nvidia[0-9]*")):
+            raise ValueError(f"device={name}, but torch cannot use the GPU here: {_obstacle()}, or use device=cpu")
+        if name == "auto":
+            return torch.device("cpu")
+        raise ValueError(f"device={name}, but torch sees no CUDA GPU here; use device=cpu or device=auto")
+    index = int(name.partition(":")[2] or 0)
+    if index >= count:
+        seen = f"{count} CUDA GPU{'s' * (count > 1)} here, the last of them cuda:{count - 1}"
+        raise ValueError(f"device={name}, but torch sees {seen}; use one of them, or device=auto")
+    return torch.device("cuda", index)
+
+
+def _obstacle() -> str:
+    """Why torch cannot use a GPU that is there, and what to do about it."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build; install a CUDA build of the same version"
+    said = "torch sees none"
+    try:
+        cuda.init()
+    except Exception as error:
+        said = str(error)
+    if "too old" in said:
+        found = re.search(r"found version (\d+)0(\d)0\b", said)  # 12040 is CUDA 12.4
+        driver = f"its driver, of CUDA {found[1]}.{found[2]}," if found else "its driver"
+        build = f"this torch, a build for CUDA {torch.version.cuda}"
+        return f"{driver} is too old for {build}; install a torch built for an older CUDA or a newer driver"
+    first_sentence = re.split(r"\n|\.\s+(?=[A-Z])|\.$", said.strip())[0]
+    return f"{first_sentence}; see what nvidia-smi and CUDA_VISIBLE_DEVICES say"
 
 
 def is_cuda(device: torch.device) -> bool:
@@ -43,12 +78,13 @@ def is_cuda(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
-    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory."""
+    """Before each run. CUDA: make this GPU the current one, allow TF32 or not. CPU: keep freed memory."""
     global _runs
     _runs += 1
     torch.set_num_threads(threads)
     if is_cuda(device):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        cuda.set_device(device)  # where the loss scaler and whatever else names no index go
         gc.collect()
         cuda.empty_cache()  # or what earlier runs of a sweep have reserved would count as this one's
         return

@@ -27,7 +27,7 @@ from macformer.harness.run import run
 from tests import forked
 from tests.conftest import MODELS, Compose
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it, and grants memory that is not there")
 
 
@@ -36,6 +36,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """torch.cuda as far as device.py calls it; its memory is what a test says."""
     cuda = MagicMock(spec=torch.cuda, allocated=0, reserved=0)
     cuda.is_available.return_value = True
+    cuda.device_count.return_value = 3
     cuda.get_device_name.return_value = "Played GPU"
     cuda.max_memory_allocated.side_effect = lambda device: cuda.allocated
     cuda.max_memory_reserved.side_effect = lambda device: cuda.reserved
@@ -49,14 +50,56 @@ def calls(cuda: MagicMock) -> list[str]:
     return [name for name, _, _ in cuda.method_calls]
 
 
-def test_the_choice(played: MagicMock) -> None:
-    assert devices.choose("auto") == devices.choose("cuda") == CUDA
+def test_the_choice(played: MagicMock, tmp_path: Path) -> None:
+    assert devices.choose("auto") == devices.choose("cuda") == torch.device("cuda:0")
+    assert devices.choose("cuda:1") == CUDA
     assert devices.choose("cpu") == CPU
     assert devices.describe(CUDA) == "Played GPU"
+    with pytest.raises(ValueError, match=r"^device=cuda:3, but torch sees 3 CUDA GPUs here, the last of them cuda:2"):
+        devices.choose("cuda:3")
+    played.is_available.return_value = False  # and an old driver has GPUs all the same
+    assert devices.choose("auto", tmp_path) == CPU
+    with pytest.raises(ValueError, match=r"^device=cuda:1, but torch sees no CUDA GPU here; use device=cpu"):
+        devices.choose("cuda:1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("build", "said", "reason"),
+    [
+        (None, "", r"torch 2\S+ is a CPU build; install a CUDA build of the same version"),
+        (
+            "13.0",
+            "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by",
+            "its driver, of CUDA 12.4, is too old for this torch, a build for CUDA 13.0; install a torch built for an "
+            "older CUDA or a newer driver",
+        ),
+        ("13.0", "The driver is too old.", "its driver is too old for this torch, a build for CUDA 13.0; install .+"),
+        (
+            "13.0",
+            "CUDA unknown error - an incorrect environment, e.g. after changes. Setting the available devices to be",
+            "CUDA unknown error - an incorrect environment, e.g. after changes; see what nvidia-smi and .+ say",
+        ),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_it_is_hidden(
+    build: str | None, said: str, reason: str, played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device file is there. Without the error, a run would take weeks on the CPU, and nobody would know why."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
     played.is_available.return_value = False
-    assert devices.choose("auto") == CPU
-    with pytest.raises(ValueError, match="use device=cpu"):
-        devices.choose("cuda")
+    played.init.side_effect = RuntimeError(said)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.choose("auto", tmp_path) == CPU
+    (tmp_path / "dev" / "nvidia0").touch()
+    for name in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=f"^device={name}, but .+ the GPU here: {reason}, or use device=cpu$"):
+            devices.choose(name, tmp_path)
+    assert devices.choose("cpu", tmp_path) == CPU
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert devices.choose("auto", tmp_path) == CPU
 
 
 def test_auto_precision_is_mixed_on_cuda_alone_and_only_float16_is_scaled() -> None:
@@ -73,6 +116,7 @@ def test_the_clock_waits_and_books_every_second(played: MagicMock, monkeypatch: 
     assert [clock.book(account) for account in ("data_wait", "training", "training", "pause")] == [1, 2, 3, 4]
     assert clock.seconds == {"data_wait": 1, "training": 105, "pause": 4}
     assert calls(played) == ["synchronize"] * 5
+    played.synchronize.assert_called_with(CUDA)
 
 
 def test_peaks_begin_anew_when_they_are_read(played: MagicMock) -> None:
@@ -155,7 +199,8 @@ def test_tf32_is_what_the_flag_says(played: MagicMock, monkeypatch: pytest.Monke
     for wanted in (True, False):
         devices.prepare(CUDA, 1, tf32=wanted)
         assert flags.allow_tf32 is wanted
-    assert calls(played) == ["empty_cache"] * 2
+    assert calls(played) == ["set_device", "empty_cache"] * 2
+    played.set_device.assert_called_with(CUDA)
 
 
 @LINUX
