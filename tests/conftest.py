@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import re
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -25,6 +26,17 @@ TASKS = sorted(file.stem for file in (ROOT / "configs" / "task").glob("*.yaml"))
 # A cell in seconds: real code, short texts.
 TINY = ["trainer=smoke", "task.data.length=64", "task.data.max_length=60", "task.data.examples.train=16"]
 TINY_TASK = {"listops": ["task.data.min_length=10"], "text": [], "retrieval": []}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from all tests and their processes, so that device=auto is the CPU everywhere, but for -m gpu."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("tests see a CUDA GPU by `pytest -m gpu`, on a machine that has one")
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness.run import run
 from tests import forked
-from tests.conftest import MODELS, Compose
+from tests.conftest import MODELS, Compose, pytest_configure
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it, and grants memory that is not there")
@@ -312,12 +312,22 @@ def test_the_guard_sees_a_tensor_of_the_cpu() -> None:
         torch.ones(3, device="meta").add_(torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    ("expression", "seen"),
+    [("gpu", True), ("gpu and not slow", True), ("not slow", False), ("not gpu", False), ("", False)],
+)
+def test_only_tests_chosen_by_the_gpu_mark_see_a_gpu(
+    expression: str, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=expression)))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1" if seen else "")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Compose) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA GPU here")
     config = cell("listops", name, "device=cuda", f"trainer.precision={precision}", "trainer.accumulate=2")
     record = run(config, [])
     assert record.status == "ok"
