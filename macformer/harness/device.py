@@ -224,7 +224,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """torch has an exception of its own for CUDA's allocator; others raise a plain RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    said = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+    cublas = ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")  # it allocates when it begins
+    said = (*cublas, "DefaultCPUAllocator", "CUDA error: out of memory")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
 
 

@@ -297,6 +297,7 @@ class Trainer:
         self.model.train()
         for hook in hooks:
             hook.remove()
+        self.result.note_peaks(devices.cuda_peaks(self.device), "evaluation_")
         return found
 
     def _test_last_and_best(self) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lra_data.base import TaskSpec
+from macformer.attention import RMFAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness.run import run
@@ -236,7 +237,7 @@ def test_batches_for_cuda_come_from_pinned_memory(pinned: list[Tensor]) -> None:
 
 
 def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU under the name of CUDA: peaks of training and evaluation apart, the first step forgotten, float16."""
+    """The CPU under the name of CUDA: peaks of training and evaluation apart, without the first step."""
     monkeypatch.setattr(devices, "choose", lambda name: CPU)
     forward, seen = torch.nn.Module.__call__, []
 
@@ -247,15 +248,20 @@ def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkey
             played.allocated, played.reserved = max(played.allocated, size), max(played.reserved, 2 * size)
         return forward(model, *args, **kwargs)
 
+    def telemetry(*args: object) -> dict[str, float]:
+        played.allocated, played.reserved = 300, 600
+        return {}
+
     monkeypatch.setattr(torch.nn.Module, "__call__", allocating)
-    record = run(cell("listops", "macformer_exp"), [])
+    monkeypatch.setattr(RMFAttention, "telemetry", telemetry)
+    record = run(cell("listops", "macformer_exp", "trainer.telemetry=true"), [])
     assert record.status == "ok"
     assert record.environment.precision == "float16"
     assert record.environment.device_name == "Played GPU"
     memory = record.memory
     assert 100 < memory.peak_bytes < 200  # not the 900 of the first step
     assert memory.reserved_bytes == 2 * memory.peak_bytes
-    assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (50, 100)
+    assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (300, 600)
     assert memory.method.startswith("CUDA allocator's peaks")
     assert played.synchronize.call_count > 3 * record.steps_done
 

@@ -144,6 +144,7 @@ class Failing(nn.Module):
         (torch.OutOfMemoryError(), "oom"),
         (MemoryError(), "oom"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "oom"),
     ],
 )
 def test_other_failures_are_results_too_but_a_bug(cell: Compose, error: BaseException, status: str) -> None:
