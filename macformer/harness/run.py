@@ -80,6 +80,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
             padding=trainer.pad,
             bucketing=trainer.bucket,
             parameters=parameters,
+            skipped_steps=result.skipped_steps,
             **{name: getattr(result, name) for name in ("status", "message", "quality", "time", "memory", "history")},
         )
         if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
