@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +24,7 @@ from lra_data.base import TaskSpec
 from macformer.attention import RMFAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
-from macformer.harness.run import run
+from macformer.harness.run import attention_backends, run
 from tests import forked
 from tests.conftest import MODELS, Compose, pytest_configure
 
@@ -264,6 +264,14 @@ def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkey
     assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (300, 600)
     assert memory.method.startswith("CUDA allocator's peaks")
     assert played.synchronize.call_count > 3 * record.steps_done
+
+
+def test_the_first_lines_name_each_attention_backend_once() -> None:
+    """An attention may have a `backend`; else it goes by its class."""
+    layers = [nn.ModuleDict({"attention": nn.Identity()}) for _ in range(3)]
+    layers[0].attention.backend = layers[2].attention.backend = "SDPA (flash)"
+    assert attention_backends(nn.Sequential(*layers)) == ", attention by Identity and SDPA (flash)"
+    assert attention_backends(nn.Sequential(nn.Linear(1, 1))) == ""
 
 
 def test_a_forecast_on_the_played_gpu(cell: Compose, played: MagicMock, pinned: object) -> None:
