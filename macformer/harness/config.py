@@ -94,7 +94,7 @@ class Top(BaseModel):
 
     model_config = STRICT
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d+)$")]
+    device: str
     threads: PositiveInt
     force: bool
     evaluate: str | None
@@ -122,7 +122,7 @@ def fit(values: Any, schema: type[BaseModel], goal: str, key: str = "") -> None:
             "missing": f" is missing: {goal} needs it",
             "extra_forbidden": f" is not known; the keys of {goal} are {', '.join(schema.model_fields)}",
         }
-        unfit = f"={values} does not fit {goal}: it {re.sub('^(Input|String) ', '', first['msg'])}"
+        unfit = f"={values} does not fit {goal}: it {first['msg'].removeprefix('Input ')}"
         raise ConfigError(where + problems.get(first["type"], unfit)) from None
 
 

@@ -6,14 +6,17 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from contextlib import contextmanager, suppress
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any, Literal
 
+import filelock
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, cuda
@@ -26,6 +29,7 @@ CONTROL_GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+POLL = 1.0  # seconds until the next look for a free GPU
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Account = Literal["training", "data_wait", "evaluation", "pause"]
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
@@ -37,6 +41,8 @@ def choose(name: str, root: Path = Path("/")) -> torch.device:
 
     `auto` is the CPU where there is no GPU or the user has hidden it, not where torch cannot use the one that is there.
     """
+    if not (known := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", name)):
+        raise ValueError(f"device={name} is not known; choose one of auto, cpu, cuda, or cuda:N for GPU number N")
     if name == "cpu":
         return torch.device("cpu")
     with warnings.catch_warnings(action="ignore"):  # an old driver is a warning of torch's, and an error below
@@ -48,8 +54,7 @@ def choose(name: str, root: Path = Path("/")) -> torch.device:
         if name == "auto":
             return torch.device("cpu")
         raise ValueError(f"device={name}, but torch sees no CUDA GPU here; use device=cpu or device=auto")
-    index = int(name.partition(":")[2] or 0)
-    if index >= count:
+    if (index := int(known[1] or 0)) >= count:
         seen = f"{count} CUDA GPU{'s' * (count > 1)} here, the last of them cuda:{count - 1}"
         raise ValueError(f"device={name}, but torch sees {seen}; use one of them, or device=auto")
     return torch.device("cuda", index)
@@ -71,6 +76,43 @@ def _obstacle() -> str:
         return f"{driver} is too old for {build}; install a torch built for an older CUDA or a newer driver"
     first_sentence = re.split(r"\n|\.\s+(?=[A-Z])|\.$", said.strip())[0]
     return f"{first_sentence}; see what nvidia-smi and CUDA_VISIBLE_DEVICES say"
+
+
+def gpus(name: str) -> list[str]:
+    """Those that runs with device=`name` may use. None on the CPU, or if `choose` refuses, as it will in each run."""
+    with suppress(ValueError):
+        if is_cuda(choose(str(name))):  # nobody has checked its type yet
+            return [name] if ":" in name else [f"cuda:{index}" for index in range(cuda.device_count())]
+    return []
+
+
+@contextmanager
+def own_gpu(name: str) -> Iterator[str]:
+    """Lock and yield one of `gpus(name)` that no other run here has locked; wait for one. Yield `name` if it has none.
+
+    A GPU goes by its uuid: under another CUDA_VISIBLE_DEVICES it has another index. A killed process holds no lock.
+    """
+    folder = Path(tempfile.gettempdir(), f"macformer-{getattr(os, 'getuid', str)()}")  # Windows: the user's own anyway
+    files = {gpu: folder / f"{cuda.get_device_properties(gpu).uuid}.lock" for gpu in gpus(name)}
+    if not files:
+        yield name
+        return
+    folder.mkdir(exist_ok=True)
+    for tries, gpu in enumerate(cycle(files), 1):
+        try:
+            held = filelock.FileLock(files[gpu]).acquire(timeout=0)
+            break
+        except filelock.Timeout:
+            if tries == len(files):
+                print(f"waiting for a GPU: other runs hold {', '.join(files)}", flush=True)
+            if tries >= len(files):
+                time.sleep(POLL)
+    with held:
+        try:
+            yield gpu
+        finally:  # what this process still has in reserve belongs to the next run there
+            gc.collect()
+            cuda.empty_cache()
 
 
 def is_cuda(device: torch.device) -> bool:

@@ -52,7 +52,7 @@ class Session(Part):
     first_step: int
     commit: str | None
     device_name: str
-    concurrent: int | None  # so many other runs of its sweep may have been at work beside it; None: not known
+    concurrent: int | None  # other runs of its sweep that may have been at work on the same device; None: not known
 
 
 class Differences(Part):

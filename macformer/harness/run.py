@@ -18,7 +18,7 @@ EXPECTED = (configs.ConfigError, DataError, RunFailed, OSError)
 
 
 def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Record | None:
-    """Plan -> data -> model -> training -> record. `concurrent`: so many other runs may be at work beside it."""
+    """Plan -> data -> model -> training -> record. `concurrent`: other runs that may be on its device."""
     plan = RunPlan(config)
     task, device, trainer = plan.task(), plan.device, plan.trainer
     file, checkpoint = plan.record_and_checkpoint(task.fingerprint)

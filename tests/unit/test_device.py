@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,23 +32,9 @@ from macformer.harness.run import attention_backends, run
 from tests import forked
 from tests.conftest import MODELS, Compose, pytest_configure
 
+Holder = tuple[BaseProcess, Connection]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it, and grants memory that is not there")
-
-
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """torch.cuda as far as device.py calls it; its memory is what a test says."""
-    cuda = MagicMock(spec=torch.cuda, allocated=0, reserved=0)
-    cuda.is_available.return_value = True
-    cuda.device_count.return_value = 3
-    cuda.get_device_name.return_value = "Played GPU"
-    cuda.max_memory_allocated.side_effect = lambda device: cuda.allocated
-    cuda.max_memory_reserved.side_effect = lambda device: cuda.reserved
-    cuda.reset_peak_memory_stats.side_effect = lambda device: cuda.configure_mock(allocated=0, reserved=0)
-    cuda.get_rng_state.return_value = torch.tensor([7], dtype=torch.uint8)
-    monkeypatch.setattr(devices, "cuda", cuda)
-    return cuda
 
 
 def calls(cuda: MagicMock) -> list[str]:
@@ -202,6 +192,72 @@ def test_tf32_is_what_the_flag_says(played: MagicMock, monkeypatch: pytest.Monke
         assert flags.allow_tf32 is wanted
     assert calls(played) == ["set_device", "empty_cache"] * 2
     played.set_device.assert_called_with(CUDA)
+
+
+@pytest.fixture
+def holders(played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Holder]]:
+    """holders("auto") -> a process with a GPU of its own, and a pipe: it tells which, and waits to be told to end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(devices, "POLL", 0.01)
+    fork, started = get_context("fork"), []
+
+    def hold(name: str, pipe: Connection) -> None:
+        with devices.own_gpu(name) as gpu:
+            pipe.send(gpu)
+            pipe.recv()
+
+    def start(name: str) -> Holder:
+        here, there = fork.Pipe()
+        started.append(fork.Process(target=hold, args=(name, there), daemon=True))
+        started[-1].start()
+        return started[-1], here
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def told(pipe: Connection) -> str:
+    assert pipe.poll(30)
+    return pipe.recv()
+
+
+def test_each_run_has_a_gpu_of_its_own(
+    holders: Callable[..., Holder], played: MagicMock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A fourth waits for one of three, whether its holder ends or is killed, and says so once."""
+    processes = [holders(name) for name in ("auto", "cuda", "auto")]
+    held = {told(pipe): (process, pipe) for process, pipe in processes}
+    (_, fourth), (_, first) = holders("auto"), holders("cuda:0")
+    played.device_count.return_value = 1  # CUDA_VISIBLE_DEVICES=2 says that the last is the first
+    played.get_device_properties.side_effect = lambda gpu: SimpleNamespace(uuid="uuid-of-cuda:2")
+    _, last = holders("auto")
+    assert not any(pipe.poll(0.3) for pipe in (fourth, first, last))
+    held["cuda:1"][0].kill()
+    assert told(fourth) == "cuda:1"
+    assert not any(pipe.poll(0.3) for pipe in (first, last))
+    held["cuda:2"][1].send("end")
+    assert told(last) == "cuda:0"
+    assert not first.poll(0.3)
+    held["cuda:0"][1].send("end")
+    assert told(first) == "cuda:0"
+    waited = ["cuda:0", "cuda:0", "cuda:0, cuda:1, cuda:2"]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        f"waiting for a GPU: other runs hold {gpus}" for gpus in waited
+    ]
+
+
+def test_no_run_locks_a_gpu_that_it_cannot_have(played: MagicMock, tmp_path: Path, monkeypatch: Any) -> None:
+    """The CPU needs no lock, and a wrong name is the run's own to refuse."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("cpu", "gpu", "cuda:3", 0):
+        with devices.own_gpu(name) as own:
+            assert own == name
+    played.is_available.return_value = False
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with devices.own_gpu("auto") as own:
+        assert own == "auto"
+    assert not list(tmp_path.iterdir())
 
 
 @LINUX
