@@ -208,15 +208,16 @@ def test_a_joblib_sweep_has_as_many_runs_at_once_as_gpus(
 
 @pytest.mark.parametrize(("launcher", "device"), [("joblib", "cuda:0"), ("basic", "auto")])
 def test_a_run_of_a_joblib_sweep_takes_its_own_gpu(
-    swept: Compose, launcher: str, device: str, monkeypatch: pytest.MonkeyPatch
+    swept: Compose, played: MagicMock, launcher: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its worker; elsewhere the choice stays what it was."""
+    """In its worker, and leaves nothing reserved there; elsewhere the choice stays what it was."""
     ran: list[str] = []
     monkeypatch.setattr(program_of_a_run, "run", lambda config, *more: ran.append(config.device))
     config = swept(f"hydra/launcher={launcher}")
     HydraConfig.instance().set_config(config)
     program_of_a_run.main.__wrapped__(config)
     assert ran == [device]
+    assert played.empty_cache.called == (launcher == "joblib")
     assert not sweep.Notes().failures()
 
 

@@ -28,6 +28,7 @@ from lra_data.base import TaskSpec
 from macformer.attention import RMFAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
+from macformer.harness.plan import RunPlan, differences
 from macformer.harness.run import attention_backends, run
 from tests import forked
 from tests.conftest import MODELS, Compose, pytest_configure
@@ -328,6 +329,16 @@ def test_the_first_lines_name_each_attention_backend_once() -> None:
     layers[0].attention.backend = layers[2].attention.backend = "SDPA (flash)"
     assert attention_backends(nn.Sequential(*layers)) == ", attention by Identity and SDPA (flash)"
     assert attention_backends(nn.Sequential(nn.Linear(1, 1))) == ""
+
+
+def test_a_run_is_the_same_on_every_gpu(composed: Compose, played: MagicMock) -> None:
+    """Its id, its configuration and what it says of its command; the device that it uses is another."""
+    plans = [RunPlan(composed(f"device={name}")) for name in ("auto", "cuda", "cuda:1")]
+    assert [str(plan.device) for plan in plans] == ["cuda:0", "cuda:0", "cuda:1"]
+    assert [plan.resolved["device"] for plan in plans] == ["cuda"] * 3
+    assert len({plan.record_and_checkpoint("")[1].run_id for plan in plans}) == 1
+    typed = (["device=cuda"], ["device=cuda:1"], ["device=cuda\\:12"])
+    assert {str(differences(plans[0].resolved, words).command) for words in typed} == {"['device=cuda']"}
 
 
 def test_a_forecast_on_the_played_gpu(cell: Compose, played: MagicMock, pinned: object) -> None:
