@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -11,6 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from macformer.harness import config as configs
+from macformer.harness import device as devices
 from macformer.harness import sweep as sweeps
 from macformer.harness.run import EXPECTED, run
 
@@ -28,8 +30,11 @@ def main(config: DictConfig) -> None:
     if notes.stopped:
         return
     notes.tell("it began, but did not report its end: it was killed, or is still running")
+    # Only joblib's workers choose a GPU: the others have one at a time, or one that a cluster gave them.
+    own_gpu = devices.own_gpu if notes.launcher == "joblib" else nullcontext
     try:
-        run(config, overrides, notes.concurrent)
+        with own_gpu(config.device) as config.device:
+            run(config, overrides, notes.concurrent)
         notes.tell("")
     except KeyboardInterrupt as stop:
         notes.tell("")

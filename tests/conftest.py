@@ -3,10 +3,13 @@
 import io
 import os
 import random
+import re
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, open_dict
 
+from macformer.harness import device as devices
 from macformer.harness.config import explain
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +29,17 @@ TASKS = sorted(file.stem for file in (ROOT / "configs" / "task").glob("*.yaml"))
 # A cell in seconds: real code, short texts.
 TINY = ["trainer=smoke", "task.data.length=64", "task.data.max_length=60", "task.data.examples.train=16"]
 TINY_TASK = {"listops": ["task.data.min_length=10"], "text": [], "retrieval": []}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from all tests and their processes, so that device=auto is the CPU everywhere, but for -m gpu."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("tests see a CUDA GPU by `pytest -m gpu`, on a machine that has one")
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +78,22 @@ def cell(composed: Compose, sources: Path, tmp_path: Path) -> Compose:
         return composed(f"task={task}", f"model={model}", *TINY, *TINY_TASK[task], *paths, *overrides)
 
     return make
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """torch.cuda as far as device.py calls it; its memory is what a test says."""
+    cuda = MagicMock(spec=torch.cuda, allocated=0, reserved=0)
+    cuda.is_available.return_value = True
+    cuda.device_count.return_value = 3
+    cuda.get_device_name.return_value = "Played GPU"
+    cuda.get_device_properties.side_effect = lambda gpu: SimpleNamespace(uuid=f"uuid-of-{gpu}")
+    cuda.max_memory_allocated.side_effect = lambda device: cuda.allocated
+    cuda.max_memory_reserved.side_effect = lambda device: cuda.reserved
+    cuda.reset_peak_memory_stats.side_effect = lambda device: cuda.configure_mock(allocated=0, reserved=0)
+    cuda.get_rng_state.return_value = torch.tensor([7], dtype=torch.uint8)
+    monkeypatch.setattr(devices, "cuda", cuda)
+    return cuda
 
 
 @pytest.fixture(scope="session")

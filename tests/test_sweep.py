@@ -6,13 +6,21 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
 from joblib import cpu_count
+from omegaconf import DictConfig
 
+import train as program_of_a_run
 from macformer.harness import config as configs
 from macformer.harness import files, sweep
 from macformer.harness import record as records
@@ -159,6 +167,58 @@ def at_work(started: Started, folder: Path, runs: int, *launcher: str) -> subpro
         if not runs:
             return process
     raise AssertionError(process.communicate())
+
+
+@pytest.fixture
+def swept(composed: Compose, played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
+    """swept("sweep=joblib", ...) -> what Hydra gives the callback of a sweep of five; torch sees three GPUs."""
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr("joblib.effective_n_jobs", lambda count: 16 if count == -1 else count)
+    monkeypatch.setattr(sweep, "estimate_cost", lambda plan: sweep.Cost(3600.0))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def make(*words: str) -> DictConfig:
+        more = ["seed=0,1,2,3,4", f"hydra.sweep.dir={tmp_path}/sweep", "hydra.job.num=0", "hydra.mode=MULTIRUN"]
+        hydra = GlobalHydra.instance().hydra
+        return hydra.compose_config("train", [*words, *more, *TINY, *paths(tmp_path)], run_mode=RunMode.MULTIRUN)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("words", "at_once", "beside", "where"),
+    [
+        (["sweep=joblib"], 3, 0, "1:40:00 on Played GPU (cuda, 3 at a time)"),
+        (["sweep=joblib", "device=cuda", "hydra.launcher.n_jobs=2"], 2, 0, "2:30:00 on Played GPU (cuda, 2 at a time)"),
+        (["sweep=joblib", "device=cuda:1"], 1, 0, "5:00:00 on Played GPU (cuda, 1 at a time)"),
+        (["sweep=joblib", "device=cpu"], -1, 4, "(cpu, 16 at a time)"),
+    ],
+)
+def test_a_joblib_sweep_has_as_many_runs_at_once_as_gpus(
+    swept: Compose, words: list[str], at_once: int, beside: int, where: str, capsys: Captured
+) -> None:
+    """And the announcement counts so. On the CPU the runs share the cores."""
+    config = swept(*words)
+    sweep.Sweep(announce=True).on_multirun_start(config)
+    launcher = Plugins.instance().instantiate_launcher(None, None, config)
+    assert launcher.joblib["n_jobs"] == at_once
+    assert sweep.Notes().concurrent == beside
+    assert where in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("launcher", "device"), [("joblib", "cuda:0"), ("basic", "auto")])
+def test_a_run_of_a_joblib_sweep_takes_its_own_gpu(
+    swept: Compose, played: MagicMock, launcher: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its worker, and leaves nothing reserved there; elsewhere the choice stays what it was."""
+    ran: list[str] = []
+    monkeypatch.setattr(program_of_a_run, "run", lambda config, *more: ran.append(config.device))
+    config = swept(f"hydra/launcher={launcher}")
+    HydraConfig.instance().set_config(config)
+    program_of_a_run.main.__wrapped__(config)
+    assert ran == [device]
+    assert played.empty_cache.called == (launcher == "joblib")
+    assert not sweep.Notes().failures()
 
 
 def test_a_run_that_is_killed_in_a_worker_is_told(tmp_path: Path, started: Started) -> None:

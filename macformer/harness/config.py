@@ -94,7 +94,7 @@ class Top(BaseModel):
 
     model_config = STRICT
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    device: Literal["auto", "cpu", "cuda"]
+    device: str
     threads: PositiveInt
     force: bool
     evaluate: str | None

@@ -6,13 +6,17 @@ import os
 import platform
 import re
 import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from contextlib import contextmanager, suppress
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any, Literal
 
+import filelock
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, cuda
@@ -25,17 +29,90 @@ CONTROL_GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+POLL = 1.0  # seconds until the next look for a free GPU
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Account = Literal["training", "data_wait", "evaluation", "pause"]
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
 _runs = 0  # that this process was prepared for
 
 
-def choose(name: str) -> torch.device:
-    """auto | cpu | cuda -> a device that is there."""
-    if name == "cuda" and not cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no CUDA GPU here; use device=cpu or device=auto")
-    return torch.device("cuda" if name != "cpu" and cuda.is_available() else "cpu")
+def choose(name: str, root: Path = Path("/")) -> torch.device:
+    """auto | cpu | cuda | cuda:N -> a device that is there; a GPU with its index. `root` has /dev.
+
+    `auto` is the CPU where there is no GPU or the user has hidden it, not where torch cannot use the one that is there.
+    """
+    if not (known := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", name)):
+        raise ValueError(f"device={name} is not known; choose one of auto, cpu, cuda, or cuda:N for GPU number N")
+    if name == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings(action="ignore"):  # an old driver is a warning of torch's, and an error below
+        count = cuda.device_count() if cuda.is_available() else 0
+    if not count:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if not hidden and any(root.glob("dev/nvidia[0-9]*")):
+            raise ValueError(f"device={name}, but torch cannot use the GPU here: {_obstacle()}, or use device=cpu")
+        if name == "auto":
+            return torch.device("cpu")
+        raise ValueError(f"device={name}, but torch sees no CUDA GPU here; use device=cpu or device=auto")
+    if (index := int(known[1] or 0)) >= count:
+        seen = f"{count} CUDA GPU{'s' * (count > 1)} here, the last of them cuda:{count - 1}"
+        raise ValueError(f"device={name}, but torch sees {seen}; use one of them, or device=auto")
+    return torch.device("cuda", index)
+
+
+def _obstacle() -> str:
+    """Why torch cannot use a GPU that is there, and what to do about it."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build; install a CUDA build of the same version"
+    said = "torch sees none"
+    try:
+        cuda.init()
+    except Exception as error:
+        said = str(error)
+    if "too old" in said:
+        found = re.search(r"found version (\d+)0(\d)0\b", said)  # 12040 is CUDA 12.4
+        driver = f"its driver, of CUDA {found[1]}.{found[2]}," if found else "its driver"
+        build = f"this torch, a build for CUDA {torch.version.cuda}"
+        return f"{driver} is too old for {build}; install a torch built for an older CUDA or a newer driver"
+    first_sentence = re.split(r"\n|\.\s+(?=[A-Z])|\.$", said.strip())[0]
+    return f"{first_sentence}; see what nvidia-smi and CUDA_VISIBLE_DEVICES say"
+
+
+def gpus(name: str) -> list[str]:
+    """Those that runs with device=`name` may use. None on the CPU, or if `choose` refuses, as it will in each run."""
+    with suppress(ValueError):
+        if is_cuda(choose(str(name))):  # nobody has checked its type yet
+            return [name] if ":" in name else [f"cuda:{index}" for index in range(cuda.device_count())]
+    return []
+
+
+@contextmanager
+def own_gpu(name: str) -> Iterator[str]:
+    """Lock and yield one of `gpus(name)` that no other run here has locked; wait for one. Yield `name` if it has none.
+
+    A GPU goes by its uuid: under another CUDA_VISIBLE_DEVICES it has another index. A killed process holds no lock.
+    """
+    folder = Path(tempfile.gettempdir(), f"macformer-{getattr(os, 'getuid', str)()}")  # Windows: the user's own anyway
+    files = {gpu: folder / f"{cuda.get_device_properties(gpu).uuid}.lock" for gpu in gpus(name)}
+    if not files:
+        yield name
+        return
+    folder.mkdir(exist_ok=True)
+    for tries, gpu in enumerate(cycle(files), 1):
+        try:
+            held = filelock.FileLock(files[gpu]).acquire(timeout=0)
+            break
+        except filelock.Timeout:
+            if tries == len(files):
+                print(f"waiting for a GPU: other runs hold {', '.join(files)}", flush=True)
+            if tries >= len(files):
+                time.sleep(POLL)
+    with held:
+        try:
+            yield gpu
+        finally:  # what this process still has in reserve belongs to the next run there
+            gc.collect()
+            cuda.empty_cache()
 
 
 def is_cuda(device: torch.device) -> bool:
@@ -43,12 +120,13 @@ def is_cuda(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device, threads: int, tf32: bool = False) -> None:
-    """Before each run: set the number of threads; on CUDA allow TF32 or not; on the CPU keep freed memory."""
+    """Before each run. CUDA: make this GPU the current one, allow TF32 or not. CPU: keep freed memory."""
     global _runs
     _runs += 1
     torch.set_num_threads(threads)
     if is_cuda(device):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        cuda.set_device(device)  # where the loss scaler and whatever else names no index go
         gc.collect()
         cuda.empty_cache()  # or what earlier runs of a sweep have reserved would count as this one's
         return
@@ -188,7 +266,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """torch has an exception of its own for CUDA's allocator; others raise a plain RuntimeError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    said = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+    cublas = ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")  # it allocates when it begins
+    said = (*cublas, "DefaultCPUAllocator", "CUDA error: out of memory")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
 
 

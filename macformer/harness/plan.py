@@ -88,10 +88,11 @@ def differences(config: dict[str, Any], overrides: list[str]) -> records.Differe
             found["model" if word.startswith("~model") else "shared"].append(word)
         elif (group := word.lstrip("+").partition(".")[0]) in own:  # with nothing to compare it to
             found[group].append(word)
-    # Without what does not decide the result; where a source is on this machine is left open.
+    # Without what does not decide the result. Where a source is on this machine is left open, and which of its GPUs.
     other: tuple[str, ...] = ("model", "task=", "seed=", "force=", "logger", "sweep=", "hydra", "experiment=table2")
     other += ("paths.data=", "paths.results=", "paths.outputs=")
-    command = [re.sub(r"^(paths\.\w+=).*", r"\1...", word) for word in overrides if not word.startswith(other)]
+    typed = [re.sub(r"^(paths\.\w+=).*", r"\1...", word) for word in overrides if not word.startswith(other)]
+    command = [re.sub(r"^(device=cuda)\\?:\d+$", r"\1", word) for word in typed]  # a sweep puts \ before the colon
     return records.Differences(**found, command=command)
 
 

@@ -52,7 +52,7 @@ class Session(Part):
     first_step: int
     commit: str | None
     device_name: str
-    concurrent: int | None  # so many other runs of its sweep may have been at work beside it; None: not known
+    concurrent: int | None  # other runs of its sweep that may have been at work on the same device; None: not known
 
 
 class Differences(Part):
@@ -130,6 +130,7 @@ class Record(Part):
     model: str
     seed: int
     steps_done: int
+    skipped_steps: int = 0  # of these, by float16's loss scaler; older records do not say
     config: dict[str, Any]
     overrides: list[str]
     code: Code
@@ -220,6 +221,8 @@ def summary(record: Record) -> str:
             f"{time.data_wait_seconds / time.train_seconds:.2%}); evaluation {duration(time.evaluation_seconds)}; "
             f"harness {duration(time.pause_seconds)}"
         )
+    if skipped := record.skipped_steps:
+        lines.append(f"skipped {skipped:,} of {record.steps_done:,} steps, whose gradients were not finite in float16")
     if memory := record.memory:
         peaks = {"training": memory.peak_bytes, "evaluation": memory.evaluation_peak_bytes}
         peaks["the process"] = memory.resident_peak_bytes

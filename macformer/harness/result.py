@@ -25,6 +25,8 @@ class Result:
     losses: list[float] = field(default_factory=list)  # one a step
     step_seconds: list[float] = field(default_factory=list)  # waiting for data included
     seconds: dict[devices.Account, float] = field(default_factory=dict)
+    skipped_steps: int = 0  # by the loss scaler: a gradient was not finite
+    skipped_in_a_row: int = 0  # up to the last step
     peaks: dict[str, int] = field(default_factory=dict)  # bytes, by the fields of Memory
     history: list[Point] = field(default_factory=list)
     best_weights: dict[str, Any] = field(default_factory=dict)

@@ -18,7 +18,7 @@ EXPECTED = (configs.ConfigError, DataError, RunFailed, OSError)
 
 
 def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) -> records.Record | None:
-    """Plan -> data -> model -> training -> record. `concurrent`: so many other runs may be at work beside it."""
+    """Plan -> data -> model -> training -> record. `concurrent`: other runs that may be on its device."""
     plan = RunPlan(config)
     task, device, trainer = plan.task(), plan.device, plan.trainer
     file, checkpoint = plan.record_and_checkpoint(task.fingerprint)
@@ -40,7 +40,8 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         evaluate_only(config.evaluate, plan, model, task)
         return None
     where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
-    print(f"{trainer.total_steps:,} steps on {environment.device_name} ({device.type}, {trainer.precision}); {where}")
+    on = f"{trainer.total_steps:,} steps on {environment.device_name} ({device}, {trainer.precision})"
+    print(f"{on}{attention_backends(model)}; {where}")
     if config.dry_run:
         print_forecast(plan, model, task)
         return None
@@ -80,6 +81,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
             padding=trainer.pad,
             bucketing=trainer.bucket,
             parameters=parameters,
+            skipped_steps=result.skipped_steps,
             **{name: getattr(result, name) for name in ("status", "message", "quality", "time", "memory", "history")},
         )
         if record.status == "ok" or not finished:  # a repeat that fails does not cost the finished record
@@ -97,6 +99,13 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
     if record.status != "ok":
         raise RunFailed(f"{run_id} ended as {record.status}: {record.message}", record.status)
     return record
+
+
+def attention_backends(model: nn.Module) -> str:
+    """What computes the attention, for the first lines. Empty for a model that has no submodule named `attention`."""
+    attentions = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "attention"]
+    backends = sorted({getattr(module, "backend", type(module).__name__) for module in attentions})
+    return f", attention by {' and '.join(backends)}" if backends else ""
 
 
 def evaluate_only(name: str, plan: RunPlan, model: nn.Module, task: Any) -> None:

@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from macformer.harness import config as configs
 from macformer.harness import device as devices
@@ -39,7 +39,9 @@ class Notes:
         hydra = HydraConfig.get()
         self.folder = Path(hydra.sweep.dir) / "notes"
         self.launcher: str = hydra.runtime.choices["hydra/launcher"]
-        self.expected, self.concurrent = self._read("expected", (0, None))  # runs; others beside each, if known
+        self.expected, self.concurrent = self._read(
+            "expected", (0, None)
+        )  # runs; others beside each on its device, if known
         self.stopped: int = self._read("stopped", 0)  # the signal that stopped the sweep
 
     def _read(self, name: str, default: Any) -> Any:
@@ -83,17 +85,22 @@ class Sweep(Callback):
         if notes.launcher == "submitit_slurm" and not shutil.which("srun"):
             sys.exit("error: hydra/launcher=submitit_slurm needs SLURM, and there is no srun here: use sweep=joblib")
         at_once = 1 if notes.launcher == "basic" else None
+        gpus: list[str] = []  # that its runs have to themselves
         if notes.launcher == "joblib":
             from joblib import effective_n_jobs  # of an extra
 
-            at_once = effective_n_jobs(config.hydra.launcher.n_jobs)
+            at_once, gpus = effective_n_jobs(config.hydra.launcher.n_jobs), devices.gpus(config.device)
+            if gpus:
+                at_once = min(at_once, len(gpus))
+                with read_write(config.hydra):
+                    config.hydra.launcher.n_jobs = at_once  # the launcher is not made yet
         for number in (signal.SIGINT, signal.SIGTERM) if notes.launcher != "basic" else ():
             signal.signal(number, _ask)
         loader = GlobalHydra.instance().config_loader()
         words = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         parsed = OverridesParser.create(loader).parse_overrides([*words, *config.hydra.overrides.task])
         (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-        notes.write("expected", (len(runs), at_once and min(len(runs), at_once) - 1))
+        notes.write("expected", (len(runs), 0 if gpus else at_once and min(len(runs), at_once) - 1))
         if self.announce:
             where = f"their records in {config.paths.results}/runs"
             print(f"{len(runs)} cells, by hydra/launcher={notes.launcher}, {where}", flush=True)

@@ -27,6 +27,7 @@ CLIP = 1.0  # gradients are clipped by value
 EPS = 1e-6  # of AdamW
 STATEFUL = ("model", "optimizer", "schedule", "scaler")  # parts of a training whose state goes into the checkpoint
 STEPS = 20  # after so many, the end of a run is estimated
+SKIPPED = 100  # after so many skipped steps in a row a run has diverged
 State = dict[str, Any]
 Indices = NDArray[np.int64]
 Outcomes = tuple[NDArray[np.bool_], float]  # which examples are right, and the mean loss
@@ -144,6 +145,7 @@ class Trainer:
             form["cycle_momentum"] = self.cycle_momentum
             self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, rate, steps, **form)
             self.scaler = devices.scaler(device, self.precision)
+            self.scale = self.scaler.get_scale()
             self.redrawn: list[Any] = [module for module in model.modules() if getattr(module, "redraw", None)]
             self.rate = self.example_seconds = 0.0
             self.first_step = True  # of this process
@@ -173,6 +175,10 @@ class Trainer:
                 self._step(feed)
                 step += 1
                 check_finite("the loss", result.losses[-1])
+                if result.skipped_in_a_row == SKIPPED:
+                    why = f"none of the last {SKIPPED} had a finite gradient in float16"
+                    way_out = "use trainer.precision=bfloat16, or lower task.learning_rate"
+                    raise RunFailed(f"{why}: {way_out}", "diverged")
                 if step == STEPS < self.total_steps:
                     left = sum(self._seconds_left())
                     end = time.strftime("%a %H:%M", time.localtime(time.time() + left))
@@ -206,6 +212,10 @@ class Trainer:
         self.schedule.step()
         self.result.step_seconds.append(waited + self.clock.book("training"))
         self.result.losses.append(float(loss))  # the device is done: nothing waits for this number
+        before, self.scale = self.scale, self.scaler.get_scale()
+        skipped = self.scale < before or not self.scale  # the scaler lowers its scale then; 0 cannot be lowered
+        self.result.skipped_steps += skipped
+        self.result.skipped_in_a_row = self.result.skipped_in_a_row + 1 if skipped else 0
         if self.first_step:
             self._measure_memory()
             self.first_step = False
@@ -297,6 +307,7 @@ class Trainer:
         self.model.train()
         for hook in hooks:
             hook.remove()
+        self.result.note_peaks(devices.cuda_peaks(self.device), "evaluation_")
         return found
 
     def _test_last_and_best(self) -> None:
@@ -351,9 +362,11 @@ class Trainer:
         return (self.total_steps - len(self.result.losses)) * a_step, examples * an_example
 
     def _status(self) -> str:
-        """Step, loss (mean since the last evaluation), dev accuracy, steps/s, memory, time left."""
+        """Step, loss (mean since the last evaluation), skipped steps, dev accuracy, steps/s, memory, time left."""
         result = self.result
         parts = [f"step {len(result.losses):>6,}/{self.total_steps:,}", f"loss {result.recent_loss():.4f}"]
+        if skipped := result.skipped_steps:
+            parts.append(f"{skipped:,} step{'s' * (skipped > 1)} skipped")
         if result.history:
             parts.append(f"dev accuracy {result.history[-1].dev_accuracy:6.2%}")
         rate = 1 / result.mean_step()
@@ -374,6 +387,7 @@ class Trainer:
             "losses": torch.tensor(result.losses, dtype=torch.float64),
             "step_seconds": torch.tensor(result.step_seconds, dtype=torch.float64),
             "seconds": dict(result.seconds),
+            "skipped": (result.skipped_steps, result.skipped_in_a_row),
             "peaks": result.peaks,
             "history": [point.model_dump() for point in result.history],
             "best_weights": result.best_weights,
@@ -384,8 +398,9 @@ class Trainer:
         for name in STATEFUL:
             getattr(self, name).load_state_dict(saved[name])
         devices.set_random_state(self.device, saved["random"])
-        self.rate = saved["rate"]
+        self.rate, self.scale = saved["rate"], self.scaler.get_scale()
         result = self.result
+        result.skipped_steps, result.skipped_in_a_row = saved.get("skipped", (0, 0))  # older checkpoints do not say
         result.losses, result.step_seconds = saved["losses"].tolist(), saved["step_seconds"].tolist()
         result.seconds.update(saved["seconds"])
         result.peaks, result.best_weights = saved["peaks"], saved["best_weights"]

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,48 +19,79 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lra_data.base import TaskSpec
+from macformer.attention import RMFAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
-from macformer.harness.run import run
+from macformer.harness.plan import RunPlan, differences
+from macformer.harness.run import attention_backends, run
 from tests import forked
-from tests.conftest import MODELS, Compose
+from tests.conftest import MODELS, Compose, pytest_configure
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+Holder = tuple[BaseProcess, Connection]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says it, and grants memory that is not there")
-
-
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """torch.cuda as far as device.py calls it; its memory is what a test says."""
-    cuda = MagicMock(spec=torch.cuda, allocated=0, reserved=0)
-    cuda.is_available.return_value = True
-    cuda.get_device_name.return_value = "Played GPU"
-    cuda.max_memory_allocated.side_effect = lambda device: cuda.allocated
-    cuda.max_memory_reserved.side_effect = lambda device: cuda.reserved
-    cuda.reset_peak_memory_stats.side_effect = lambda device: cuda.configure_mock(allocated=0, reserved=0)
-    cuda.get_rng_state.return_value = torch.tensor([7], dtype=torch.uint8)
-    monkeypatch.setattr(devices, "cuda", cuda)
-    return cuda
 
 
 def calls(cuda: MagicMock) -> list[str]:
     return [name for name, _, _ in cuda.method_calls]
 
 
-def test_the_choice(played: MagicMock) -> None:
-    assert devices.choose("auto") == devices.choose("cuda") == CUDA
+def test_the_choice(played: MagicMock, tmp_path: Path) -> None:
+    assert devices.choose("auto") == devices.choose("cuda") == torch.device("cuda:0")
+    assert devices.choose("cuda:1") == CUDA
     assert devices.choose("cpu") == CPU
     assert devices.describe(CUDA) == "Played GPU"
+    with pytest.raises(ValueError, match=r"^device=cuda:3, but torch sees 3 CUDA GPUs here, the last of them cuda:2"):
+        devices.choose("cuda:3")
+    played.is_available.return_value = False  # and an old driver has GPUs all the same
+    assert devices.choose("auto", tmp_path) == CPU
+    with pytest.raises(ValueError, match=r"^device=cuda:1, but torch sees no CUDA GPU here; use device=cpu"):
+        devices.choose("cuda:1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("build", "said", "reason"),
+    [
+        (None, "", r"torch 2\S+ is a CPU build; install a CUDA build of the same version"),
+        (
+            "13.0",
+            "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by",
+            "its driver, of CUDA 12.4, is too old for this torch, a build for CUDA 13.0; install a torch built for an "
+            "older CUDA or a newer driver",
+        ),
+        ("13.0", "The driver is too old.", "its driver is too old for this torch, a build for CUDA 13.0; install .+"),
+        (
+            "13.0",
+            "CUDA unknown error - an incorrect environment, e.g. after changes. Setting the available devices to be",
+            "CUDA unknown error - an incorrect environment, e.g. after changes; see what nvidia-smi and .+ say",
+        ),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_it_is_hidden(
+    build: str | None, said: str, reason: str, played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device file is there. Without the error, a run would take weeks on the CPU, and nobody would know why."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
     played.is_available.return_value = False
-    assert devices.choose("auto") == CPU
-    with pytest.raises(ValueError, match="use device=cpu"):
-        devices.choose("cuda")
+    played.init.side_effect = RuntimeError(said)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.choose("auto", tmp_path) == CPU
+    (tmp_path / "dev" / "nvidia0").touch()
+    for name in ("auto", "cuda"):
+        with pytest.raises(ValueError, match=f"^device={name}, but .+ the GPU here: {reason}, or use device=cpu$"):
+            devices.choose(name, tmp_path)
+    assert devices.choose("cpu", tmp_path) == CPU
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert devices.choose("auto", tmp_path) == CPU
 
 
 def test_auto_precision_is_mixed_on_cuda_alone_and_only_float16_is_scaled() -> None:
@@ -73,6 +108,7 @@ def test_the_clock_waits_and_books_every_second(played: MagicMock, monkeypatch: 
     assert [clock.book(account) for account in ("data_wait", "training", "training", "pause")] == [1, 2, 3, 4]
     assert clock.seconds == {"data_wait": 1, "training": 105, "pause": 4}
     assert calls(played) == ["synchronize"] * 5
+    played.synchronize.assert_called_with(CUDA)
 
 
 def test_peaks_begin_anew_when_they_are_read(played: MagicMock) -> None:
@@ -155,7 +191,74 @@ def test_tf32_is_what_the_flag_says(played: MagicMock, monkeypatch: pytest.Monke
     for wanted in (True, False):
         devices.prepare(CUDA, 1, tf32=wanted)
         assert flags.allow_tf32 is wanted
-    assert calls(played) == ["empty_cache"] * 2
+    assert calls(played) == ["set_device", "empty_cache"] * 2
+    played.set_device.assert_called_with(CUDA)
+
+
+@pytest.fixture
+def holders(played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Holder]]:
+    """holders("auto") -> a process with a GPU of its own, and a pipe: it tells which, and waits to be told to end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(devices, "POLL", 0.01)
+    fork, started = get_context("fork"), []
+
+    def hold(name: str, pipe: Connection) -> None:
+        with devices.own_gpu(name) as gpu:
+            pipe.send(gpu)
+            pipe.recv()
+
+    def start(name: str) -> Holder:
+        here, there = fork.Pipe()
+        started.append(fork.Process(target=hold, args=(name, there), daemon=True))
+        started[-1].start()
+        return started[-1], here
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def told(pipe: Connection) -> str:
+    assert pipe.poll(30)
+    return pipe.recv()
+
+
+def test_each_run_has_a_gpu_of_its_own(
+    holders: Callable[..., Holder], played: MagicMock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A fourth waits for one of three, whether its holder ends or is killed, and says so once."""
+    processes = [holders(name) for name in ("auto", "cuda", "auto")]
+    held = {told(pipe): (process, pipe) for process, pipe in processes}
+    (_, fourth), (_, first) = holders("auto"), holders("cuda:0")
+    played.device_count.return_value = 1  # CUDA_VISIBLE_DEVICES=2 says that the last is the first
+    played.get_device_properties.side_effect = lambda gpu: SimpleNamespace(uuid="uuid-of-cuda:2")
+    _, last = holders("auto")
+    assert not any(pipe.poll(0.3) for pipe in (fourth, first, last))
+    held["cuda:1"][0].kill()
+    assert told(fourth) == "cuda:1"
+    assert not any(pipe.poll(0.3) for pipe in (first, last))
+    held["cuda:2"][1].send("end")
+    assert told(last) == "cuda:0"
+    assert not first.poll(0.3)
+    held["cuda:0"][1].send("end")
+    assert told(first) == "cuda:0"
+    waited = ["cuda:0", "cuda:0", "cuda:0, cuda:1, cuda:2"]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        f"waiting for a GPU: other runs hold {gpus}" for gpus in waited
+    ]
+
+
+def test_no_run_locks_a_gpu_that_it_cannot_have(played: MagicMock, tmp_path: Path, monkeypatch: Any) -> None:
+    """The CPU needs no lock, and a wrong name is the run's own to refuse."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("cpu", "gpu", "cuda:3", 0):
+        with devices.own_gpu(name) as own:
+            assert own == name
+    played.is_available.return_value = False
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with devices.own_gpu("auto") as own:
+        assert own == "auto"
+    assert not list(tmp_path.iterdir())
 
 
 @LINUX
@@ -191,7 +294,7 @@ def test_batches_for_cuda_come_from_pinned_memory(pinned: list[Tensor]) -> None:
 
 
 def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU under the name of CUDA: peaks of training and evaluation apart, the first step forgotten, float16."""
+    """The CPU under the name of CUDA: peaks of training and evaluation apart, without the first step."""
     monkeypatch.setattr(devices, "choose", lambda name: CPU)
     forward, seen = torch.nn.Module.__call__, []
 
@@ -202,17 +305,40 @@ def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkey
             played.allocated, played.reserved = max(played.allocated, size), max(played.reserved, 2 * size)
         return forward(model, *args, **kwargs)
 
+    def telemetry(*args: object) -> dict[str, float]:
+        played.allocated, played.reserved = 300, 600
+        return {}
+
     monkeypatch.setattr(torch.nn.Module, "__call__", allocating)
-    record = run(cell("listops", "macformer_exp"), [])
+    monkeypatch.setattr(RMFAttention, "telemetry", telemetry)
+    record = run(cell("listops", "macformer_exp", "trainer.telemetry=true"), [])
     assert record.status == "ok"
     assert record.environment.precision == "float16"
     assert record.environment.device_name == "Played GPU"
     memory = record.memory
     assert 100 < memory.peak_bytes < 200  # not the 900 of the first step
     assert memory.reserved_bytes == 2 * memory.peak_bytes
-    assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (50, 100)
+    assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (300, 600)
     assert memory.method.startswith("CUDA allocator's peaks")
     assert played.synchronize.call_count > 3 * record.steps_done
+
+
+def test_the_first_lines_name_each_attention_backend_once() -> None:
+    """An attention may have a `backend`; else it goes by its class."""
+    layers = [nn.ModuleDict({"attention": nn.Identity()}) for _ in range(3)]
+    layers[0].attention.backend = layers[2].attention.backend = "SDPA (flash)"
+    assert attention_backends(nn.Sequential(*layers)) == ", attention by Identity and SDPA (flash)"
+    assert attention_backends(nn.Sequential(nn.Linear(1, 1))) == ""
+
+
+def test_a_run_is_the_same_on_every_gpu(composed: Compose, played: MagicMock) -> None:
+    """Its id, its configuration and what it says of its command; the device that it uses is another."""
+    plans = [RunPlan(composed(f"device={name}")) for name in ("auto", "cuda", "cuda:1")]
+    assert [str(plan.device) for plan in plans] == ["cuda:0", "cuda:0", "cuda:1"]
+    assert [plan.resolved["device"] for plan in plans] == ["cuda"] * 3
+    assert len({plan.record_and_checkpoint("")[1].run_id for plan in plans}) == 1
+    typed = (["device=cuda"], ["device=cuda:1"], ["device=cuda\\:12"])
+    assert {str(differences(plans[0].resolved, words).command) for words in typed} == {"['device=cuda']"}
 
 
 def test_a_forecast_on_the_played_gpu(cell: Compose, played: MagicMock, pinned: object) -> None:
@@ -267,12 +393,22 @@ def test_the_guard_sees_a_tensor_of_the_cpu() -> None:
         torch.ones(3, device="meta").add_(torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    ("expression", "seen"),
+    [("gpu", True), ("gpu and not slow", True), ("not slow", False), ("not gpu", False), ("", False)],
+)
+def test_only_tests_chosen_by_the_gpu_mark_see_a_gpu(
+    expression: str, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=expression)))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1" if seen else "")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_run_on_a_real_gpu(name: str, precision: str, cell: Compose) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA GPU here")
     config = cell("listops", name, "device=cuda", f"trainer.precision={precision}", "trainer.accumulate=2")
     record = run(config, [])
     assert record.status == "ok"

@@ -21,6 +21,7 @@ from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness import failures, trainer
 from macformer.harness import record as records
+from macformer.harness.plan import RunPlan
 from macformer.harness.result import Result
 from macformer.harness.run import run
 from tests.conftest import MODELS, Compose
@@ -144,6 +145,7 @@ class Failing(nn.Module):
         (torch.OutOfMemoryError(), "oom"),
         (MemoryError(), "oom"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "oom"),
     ],
 )
 def test_other_failures_are_results_too_but_a_bug(cell: Compose, error: BaseException, status: str) -> None:
@@ -293,6 +295,71 @@ def test_a_saved_state_goes_on_bit_for_bit(cell: Compose, precision: str) -> Non
         assert resumed.quality == whole.quality
         assert resumed.peaks["peak_bytes"] == whole.peaks["peak_bytes"]
         assert resumed.seconds["training"] > state["seconds"]["training"] or state["step"] == 10
+
+
+class Overflowing(nn.Module):
+    """Its gradient is finite in float16 once the loss is scaled by a few thousand or less; with `root`, never."""
+
+    def __init__(self, root: bool = False):
+        super().__init__()
+        self.weight, self.root = nn.Parameter(torch.zeros(10)), root
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.weight.sqrt() if self.root else self.weight.half() * 64
+        return logits.expand(len(ids), 10)
+
+
+FLOAT16 = ["trainer.precision=float16", "trainer.checkpoint_every=1"]
+
+
+def test_skipped_steps_are_counted_shown_and_recorded(
+    cell: Compose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loss scaler begins at 65536 and halves that until the gradient is finite; each time it skips the step."""
+    weights = []
+    monkeypatch.setattr(RunPlan, "model", lambda plan, task: Overflowing())
+    step = trainer.Trainer._step
+
+    def watched(self: trainer.Trainer, feed: Any) -> None:
+        step(self, feed)
+        weights.append(self.model.weight.tolist())
+
+    monkeypatch.setattr(trainer.Trainer, "_step", watched)
+    record = run(cell("listops", "rfa", *FLOAT16), [])
+    still = [now == before for before, now in itertools.pairwise([[0.0] * 10, *weights])]
+    assert 1 < record.skipped_steps == sum(still) < record.steps_done
+    assert record.status == "ok"
+    printed = capsys.readouterr().out
+    assert re.search(rf"^step +10/10  loss [\d.]+  {record.skipped_steps} steps skipped  dev", printed, re.MULTILINE)
+    assert f"\nskipped {record.skipped_steps} of 10 steps, whose gradients were not finite in float16\n" in printed
+    assert run(cell("listops", "rfa", "trainer.precision=bfloat16"), []).skipped_steps == 0
+    assert not re.search(r" skipped|skipped \d", capsys.readouterr().out)
+
+
+def test_a_run_that_goes_on_has_skipped_as_many_steps(cell: Compose) -> None:
+    settings, _, task = built(cell("listops", "rfa", *FLOAT16))
+    states: list[dict] = []
+    whole = settings.fit(Overflowing(), task, CPU, 0, lambda state: states.append(copy.deepcopy(state)))
+    for state in states:
+        resumed = settings.fit(Overflowing(), task, CPU, 0, saved=state)
+        assert (resumed.skipped_steps, resumed.losses) == (whole.skipped_steps, whole.losses)
+
+
+def test_a_run_that_skips_a_hundred_steps_in_a_row_has_diverged(cell: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss stays finite. Steps before a checkpoint count, too; one of older code does not have their number."""
+    settings, _, task = built(cell("listops", "rfa", *FLOAT16, "trainer.steps=300", "trainer.evaluate_every=1000"))
+    states: list[dict] = []
+    whole = settings.fit(Overflowing(root=True), task, CPU, 0, lambda state: states.append(copy.deepcopy(state)))
+    assert (whole.status, whole.skipped_steps) == ("diverged", 100)
+    why, way_out = whole.message.split(": ")
+    assert why == "after 100 steps, none of the last 100 had a finite gradient in float16"
+    assert way_out == "use trainer.precision=bfloat16, or lower task.learning_rate"
+    resumed = settings.fit(Overflowing(root=True), task, CPU, 0, saved=states[39])
+    assert (resumed.message, resumed.skipped_steps) == (whole.message, 100)
+    del states[39]["skipped"]
+    assert settings.fit(Overflowing(root=True), task, CPU, 0, saved=states[39]).message.startswith("after 140 steps")
+    monkeypatch.setattr(devices, "scaler", lambda *args: torch.amp.GradScaler("cpu", init_scale=2.0**-140))
+    assert settings.fit(Overflowing(root=True), task, CPU, 0).message == whole.message  # a scale of 0 is not lowered
 
 
 def test_a_saved_state_of_other_code_is_one_sentence(cell: Compose) -> None:
