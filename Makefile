@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-core figure-rmfa figure-ppsbn claims golden clean
+.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-core bench-launches figure-rmfa figure-ppsbn claims golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ bench-attention: setup ## race all attentions over the length: time, memory, FLO
 
 bench-core: setup ## race the core of the linear attention against the same formula in plain torch, into results/bench (2 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench core
+
+bench-launches: setup ## count a training step's kernel launches, bytes and FLOP on a GPU, without one, into results/bench (a minute)
+	$(BIN)/python -m scripts.bench launches
 
 figure-rmfa: setup ## the paper's Figure 3, error and time of RMFA on random data, into results/figures (6 minutes; FULL=1: 11 hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.figure_rmfa $(if $(FULL),--full)

@@ -160,7 +160,7 @@ class RMFAttention(nn.Module):
 
     def backend(self, device: torch.device) -> str:
         """What computes it there, in a few words for the first lines of a run."""
-        return linear_backend(device)
+        return f"RMFA in {linear_backend(device)}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         _check_width(q, self.feature_map.head_dim)
@@ -234,7 +234,7 @@ class RFAttention(nn.Module):
         self.feature_map = RandomFourier(head_dim, features, heads, generator)
 
     def backend(self, device: torch.device) -> str:
-        return linear_backend(device)
+        return f"RFA in {linear_backend(device)}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         frequencies = self.feature_map.frequencies()

@@ -64,8 +64,8 @@ def linear_attention(
 
 
 def linear_backend(device: torch.device) -> str:
-    """What `linear_attention` is computed by."""
-    return f"linear attention in {'cache blocks' if device.type == 'cpu' else 'large launches'}"
+    """How `linear_attention` is computed there, in two words."""
+    return "cache blocks" if device.type == "cpu" else "large launches"
 
 
 # Not for torch.compile: there is nothing left to fuse, and it would unroll the blocks.

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lra_data.base import DataError
-from macformer.bench import attention, models, race
+from macformer.bench import attention, launches, models, race
 from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness.config import ConfigError
 
-COMMANDS = {"models": models, "attention": attention, "core": attention}
+COMMANDS = {"models": models, "attention": attention, "core": attention, "launches": launches}
 RESULTS = Path(__file__).parent.parent / "results" / "bench"
 
 
@@ -27,9 +27,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, module in COMMANDS.items():
-        form, said = argparse.RawDescriptionHelpFormatter, f"{module.__doc__}\n{race.__doc__}"
+        form, said = argparse.RawDescriptionHelpFormatter, f"{module.__doc__}\n{race.__doc__ * (name != 'launches')}"
         command = commands.add_parser(name, description=said, formatter_class=form)
         command.add_argument("--output", type=Path, default=RESULTS, help="folder; default: results/bench")
+        if name == "launches":
+            command.set_defaults(device="cpu")
+            continue
         command.add_argument("--device", default="cpu", choices=["auto", "cpu", "cuda"])
         command.add_argument("--rounds", type=positive, default=attention.ROUNDS.get(name))
         if name == "models":

@@ -51,7 +51,7 @@ def test_a_run_shows_what_it_is_its_progress_and_its_end(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert re.match(r"macformer_inv \([\d,]+ parameters\) on listops \(generated: 64 / 8 / 8\)", lines[0])
-    assert re.match(r"10 steps on .+ \(cpu, float32\), attention by \w.*; record: /", lines[1])
+    assert re.match(r"10 steps on .+ \(cpu, float32\), attention: \w.*; record: /", lines[1])
     progress = r"step +5/10  loss \d.\d{4}  dev accuracy +\d+.\d\d%  [\d.]+ steps/s  \d+ MiB  [\d.]+ s left"
     assert re.match(progress, lines[2])
     assert lines[-3].startswith("test accuracy ")

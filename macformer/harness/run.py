@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import nn
 
@@ -41,7 +42,7 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
         return None
     where = "nothing is recorded: a dry run" if config.dry_run else f"record: {file}"
     on = f"{trainer.total_steps:,} steps on {environment.device_name} ({device}, {trainer.precision})"
-    print(f"{on}{attention_backends(model)}; {where}")
+    print(f"{on}{attention_backends(model, device)}; {where}")
     if config.dry_run:
         print_forecast(plan, model, task)
         return None
@@ -101,11 +102,11 @@ def run(config: DictConfig, overrides: list[str], concurrent: int | None = 0) ->
     return record
 
 
-def attention_backends(model: nn.Module) -> str:
+def attention_backends(model: nn.Module, device: torch.device) -> str:
     """What computes the attention, for the first lines. Empty for a model that has no submodule named `attention`."""
-    attentions = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "attention"]
-    backends = sorted({getattr(module, "backend", type(module).__name__) for module in attentions})
-    return f", attention by {' and '.join(backends)}" if backends else ""
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "attention"]
+    backends = {each.backend(device) if hasattr(each, "backend") else type(each).__name__ for each in found}
+    return f", attention: {' and '.join(sorted(backends))}" if found else ""
 
 
 def evaluate_only(name: str, plan: RunPlan, model: nn.Module, task: Any) -> None:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lra_data.base import TaskSpec
-from macformer.attention import RMFAttention
+from macformer.attention import RFAttention, RMFAttention, SoftmaxAttention
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness.plan import RunPlan, differences
@@ -325,10 +325,11 @@ def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkey
 
 def test_the_first_lines_name_each_attention_backend_once() -> None:
     """An attention may have a `backend`; else it goes by its class."""
-    layers = [nn.ModuleDict({"attention": nn.Identity()}) for _ in range(3)]
-    layers[0].attention.backend = layers[2].attention.backend = "SDPA (flash)"
-    assert attention_backends(nn.Sequential(*layers)) == ", attention by Identity and SDPA (flash)"
-    assert attention_backends(nn.Sequential(nn.Linear(1, 1))) == ""
+    attentions = [RFAttention(8, 4), nn.Identity(), RFAttention(8, 4), SoftmaxAttention(implementation="sdpa")]
+    model = nn.Sequential(*(nn.ModuleDict({"attention": attention}) for attention in attentions))
+    assert attention_backends(model, CPU) == ", attention: Identity and RFA in cache blocks and sdpa softmax"
+    assert "RFA in large launches" in attention_backends(model, CUDA)
+    assert attention_backends(nn.Sequential(nn.Linear(1, 1)), CPU) == ""
 
 
 def test_a_run_is_the_same_on_every_gpu(composed: Compose, played: MagicMock) -> None:
