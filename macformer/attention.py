@@ -164,8 +164,13 @@ class RMFAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         _check_width(q, self.feature_map.head_dim)
+        # A compiled graph has the degrees of the draw in it, and would be compiled anew for each.
+        attend = self._attend_uncompiled if self.feature_map.redraw else self._attend
+        return attend(q, k, v, mask, causal)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        draw = self.feature_map.folded(dtype, q.shape[-1] ** -0.25)
+        draw = self.feature_map.folded(dtype)
         folded = FoldedMap(
             constant=draw.constant,
             linear=draw.linear,
@@ -176,6 +181,8 @@ class RMFAttention(nn.Module):
             eps=self.pre_sbn_eps or 0.0,
         )
         return linear_attention(q, k, v, mask, causal, draw.rows, folded)
+
+    _attend_uncompiled = torch.compiler.disable(_attend)
 
     @torch.no_grad()
     def telemetry(

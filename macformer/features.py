@@ -20,7 +20,7 @@ Sampling = Literal["paper", "release", "exact01", "order1"]
 
 
 class Folded(NamedTuple):
-    """Phi(z x).Phi(z y) = c0 + x A y + F(x).F(y), for a scale z.
+    """A draw as attention computes with it: Phi(x/d^(1/4)).Phi(y/d^(1/4)) = c0 + x A y + F(x).F(y).
 
     All constants are one number and all features of degree 1 one d x d matrix, A = L^T L (None if there are none). F
     are the features of degree 2 and more, each a product of projections x rows^T; widths[j] of them have a factor j.
@@ -95,7 +95,7 @@ class RandomMaclaurin(nn.Module):
         device = generator.device if generator else "cpu"
         self.seed = int(torch.randint(2**62, (), generator=generator, device=device))
         self.steps = 0
-        self._folded: dict[tuple[torch.dtype, float], Folded] = {}
+        self._folded: dict[torch.dtype, Folded] = {}
         for name in ("degrees", "rows", "scales"):
             self.register_buffer(name, torch.empty(0))
         self._draw()
@@ -109,32 +109,38 @@ class RandomMaclaurin(nn.Module):
         product = products(x @ w.to(x.dtype).mT, self._widths)
         return torch.cat([product, constant.to(x.dtype).expand(*x.shape[:-1], -1)], -1)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # or each redraw would be compiled for
-    def folded(self, dtype: torch.dtype, scale: float = 1.0) -> Folded:
-        """The folded form of this draw; made once and kept until another draw."""
-        if (dtype, scale) not in self._folded:
-            self._folded[dtype, scale] = self._fold(dtype, scale)
-        return self._folded[dtype, scale]
+    def folded(self, dtype: torch.dtype) -> Folded:
+        """The folded form of this draw, which is made once."""
+        if dtype not in self._folded:
+            self._fold(dtype)
+        return self._folded[dtype]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled graph is to find it, not to make it
     @torch.inference_mode(False)  # an evaluation may be the first to ask, and what it made be used in training
     @torch.no_grad()
-    def _fold(self, dtype: torch.dtype, scale: float) -> Folded:
+    def _fold(self, dtype: torch.dtype) -> None:
         linear, deep = self._widths[0] if self._widths else 0, self._widths[1] if len(self._widths) > 1 else 0
-        w = self.rows.to(dtype)
+        w, scale = self.rows.to(dtype), self.head_dim**-0.25  # once in each projection, twice in A
         scaled = w[:linear] * self.scales[:linear].to(dtype).unsqueeze(-1)
         root, A = scaled[deep:], None
-        with torch.autocast(w.device.type, enabled=False):  # or A would be rounded
+        kind = w.device.type
+        with torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False):
             if len(root):
-                A = (root.mT @ root) * scale**2
+                A = (root.mT @ root) * scale**2  # autocast would round it
             if len(root) > self.head_dim:
                 root = torch.linalg.qr(root.double(), "r").R.to(dtype)
         rows = torch.cat([scaled[:deep], w[linear:]]) * scale
         widths = (deep, *self._widths[1:]) if deep else ()
-        return Folded(self._constant, A, root * scale, rows.unsqueeze(0), widths)
+        self._folded[dtype] = Folded(self._constant, A, root * scale, rows.unsqueeze(0), widths)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self._folded.clear()  # the buffers move, or change their dtype
-        return super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)
+        self._fold_anew()  # the buffers have moved, or have another dtype
+        return self
+
+    def _fold_anew(self) -> None:
+        self._folded.clear()
+        self._fold(torch.promote_types(self.scales.dtype, torch.float32))  # what will be asked for
 
     def step(self) -> None:
         """Count a training step; make a new draw if it is time."""
@@ -173,9 +179,9 @@ class RandomMaclaurin(nn.Module):
 
     def _plan(self, degrees: list[int], scales: list[float]) -> None:
         """What the buffers say, as plain numbers: asking a GPU for them in every step would make it wait."""
-        self._folded.clear()
         self._widths = [sum(j < N for N in degrees) for j in range(degrees[0])]
         self._constant = sum(s**2 for s, N in zip(scales, degrees, strict=True) if N == 0)
+        self._fold_anew()
 
     def get_extra_state(self) -> dict[str, int]:
         return {"seed": self.seed, "steps": self.steps}
@@ -191,7 +197,6 @@ class RandomMaclaurin(nn.Module):
         if fits:
             self.rows = self.rows.new_empty(rows.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._folded.clear()
         if fits:
             self._plan(degrees.tolist(), scales.tolist())
 

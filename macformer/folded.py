@@ -60,7 +60,7 @@ def folded_attention(
         n, dtype = k.shape[2], torch.promote_types(q.dtype, torch.float32)
         keep = (q.new_ones(1, n) if mask is None else mask).to(dtype)[:, None, :, None]
         value = torch.cat([v.to(dtype), keep.expand(*v.shape[:3], 1)], -1) * keep
-        tokens = _normalised(q.to(dtype), folded), _normalised(k.to(dtype) * keep, folded)
+        tokens = _normalised(q.to(dtype).contiguous(), folded), _normalised((k.to(dtype) * keep).contiguous(), folded)
         query, key = ([x, _features(x, rows.to(dtype), folded)] for x in tokens)
         query = [query[0] @ folded.linear.to(dtype), query[1]] if folded.linear is not None else query[1:]
         joined = torch.cat(query, -1), torch.cat(key[-len(query) :], -1)

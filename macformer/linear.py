@@ -32,7 +32,7 @@ from macformer.folded import (
     without_autocast,
 )
 from macformer.linear_gpu import LinearAttentionGPU
-from macformer.ppsbn import unit_rows_backward, unit_rows_forward
+from macformer.ppsbn import unit_rows_backward, unit_rows_in_cache
 
 BLOCK = 2**19  # numbers that a block may hold: a CPU core's cache is small (docs/log.md)
 ROW_PADDING = 16  # numbers between the rows of an (f, c) matrix
@@ -237,7 +237,7 @@ class _Block:
         """Normalise x (g, c, d) and compute its features."""
         self.read = self.x = x.to(self.columns.dtype)
         if self.folded.normalise == "centred":
-            self.x, *self.statistics = unit_rows_forward(self.x, self.folded.eps)
+            self.x, *self.statistics = unit_rows_in_cache(self.x, self.folded.eps)
         elif self.folded.normalise == "unit":
             self.inverse = inverse_norm(self.x, self.folded.eps)
             self.x = self.x * self.inverse

@@ -67,7 +67,8 @@ class _UnitRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x, mean, rstd = ctx.saved_tensors
-        return unit_rows_backward(grad, x, ctx.eps, mean, rstd), None
+        # torch.compile expects a layout of the result that follows that of grad, but it is always this one.
+        return unit_rows_backward(grad.contiguous(), x, ctx.eps, mean, rstd), None
 
 
 class PreSBN(nn.Module):

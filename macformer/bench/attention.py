@@ -62,7 +62,6 @@ class PlainTorch(RMFAttention):
         constant, linear, _, rows, widths = self.feature_map.folded(q.dtype)
         assert mask is not None
         assert linear is not None  # of 128 features some have degree 1
-        q, k = q * HEAD_DIM**-0.25, k * HEAD_DIM**-0.25
         keep = mask[:, None, :, None].to(q.dtype)
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1) * keep
         query = torch.cat([q @ linear, products(q @ rows.mT, widths)], -1)

@@ -95,7 +95,32 @@ def test_rfa_is_the_plain_map_and_trains_sigma(heads: int) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("make", [lambda: RMFAttention(16, 64, generator=seeded()), lambda: RFAttention(16, 32, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_torch_compile_takes_the_whole_attention(
+    make: Callable[[], nn.Module], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU in its place: one graph, with the output and the gradients of the plain map."""
+    attention, inputs, mask = make().double(), qkv(m=40 if causal else 31), some_mask(3, 40 if causal else 31)
+    exact = both(plain(attention, causal), inputs, mask)
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(both(compiled, inputs, mask, causal), exact)
+
+
+def test_a_redraw_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = RMFAttention(16, 64, redraw=1, generator=seeded()).double()
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
+    compiled, inputs = torch.compile(attention, backend="aot_eager"), qkv()
+    both(compiled, inputs)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            attention.feature_map.step()
+            torch.testing.assert_close(both(compiled, inputs), both(plain(attention), inputs))
+
+
 @pytest.mark.parametrize("features", [1, 2, 3, 7, 300, 4096])
+@pytest.mark.usefixtures("blocks")
 def test_any_number_of_features(features: int) -> None:
     """From a map that may be one constant to one that is wider than a piece."""
     for seed in range(4):
@@ -134,6 +159,7 @@ def test_gradcheck(make: Callable[[], nn.Module], causal: bool) -> None:
     assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, mask, causal), inputs)
 
 
+@pytest.mark.usefixtures("blocks")
 def test_layouts_of_the_inputs_do_not_matter() -> None:
     """Heads split off a joined projection, as in a model, or tensors of their own."""
     attention = RMFAttention(16, 64, generator=seeded()).double()
@@ -143,6 +169,7 @@ def test_layouts_of_the_inputs_do_not_matter() -> None:
     torch.testing.assert_close(both(attention, split), both(attention, own))
 
 
+@pytest.mark.usefixtures("blocks")
 def test_values_may_have_another_width() -> None:
     attention = RMFAttention(16, 64, generator=seeded()).double()
     q, k, v = qkv()
@@ -186,6 +213,7 @@ def test_memory_at_the_size_of_the_claims() -> None:
             assert ours < 2 * 4 * 2 * 4096**2 * 4 / 8
 
 
+@pytest.mark.usefixtures("blocks")
 def test_nothing_is_left_behind_without_the_garbage_collector() -> None:
     """Room for the work goes when the call ends: no cycle of references holds it."""
     attention, inputs = RMFAttention(16, 128, generator=seeded()), qkv(dtype=torch.float32)
@@ -208,21 +236,7 @@ def test_a_second_derivative_is_refused_in_words() -> None:
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_sums_in_float32(dtype: torch.dtype, causal: bool) -> None:
-    """Gradients too: they differ from those in float32 by the rounding of inputs and results alone."""
-    attention = RMFAttention(16, 64, generator=seeded())
-    half = qkv(n=500, m=500, dtype=dtype)
-    wide = [x.detach().float().requires_grad_() for x in half]
-    (out, grads), (exact, exact_grads) = both(attention, half, None, causal), both(attention, wide, None, causal)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out, exact.to(dtype))
-    for ours, theirs in zip(grads, exact_grads, strict=True):
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=0.02 * float(theirs.abs().max()))
-
-
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("make", [lambda: RMFAttention(16, 64, generator=seeded()), lambda: RFAttention(16, 32)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_autocast_does_not_reach_inside(make: Callable[[], nn.Module], causal: bool) -> None:
@@ -236,6 +250,7 @@ def test_autocast_does_not_reach_inside(make: Callable[[], nn.Module], causal: b
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), inputs), grads, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("blocks")
 def test_autocast_does_not_reach_the_backward_pass() -> None:
     """Even where someone calls backward inside the context."""
     attention = RMFAttention(16, 64, generator=seeded())
@@ -271,10 +286,12 @@ CASES: dict[str, Callable[[list[Tensor]], object]] = {
 }
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "as on a GPU"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_no_nan_and_no_inf(case: str, kernel: str, sampling: str) -> None:
+def test_no_nan_and_no_inf(case: str, kernel: str, sampling: str, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_cpu", not gpu)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1] = False  # an example without a key
     for width, dtype in ((16, torch.float32), (24, torch.bfloat16), (24, torch.float16)):
@@ -284,6 +301,7 @@ def test_no_nan_and_no_inf(case: str, kernel: str, sampling: str) -> None:
         assert_finite(RMFAttention(width, 64, kernel, sampling, generator=seeded()), inputs, mask)
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rfa_of_zero_rows_is_finite(dtype: torch.dtype) -> None:
     inputs = [x.detach().clone() for x in qkv(dtype=dtype)]
@@ -312,7 +330,7 @@ def test_no_nan_at_the_edges_of_the_sizes(width: int, features: int, n: int, m: 
     sampling=st.sampled_from(SAMPLINGS),
     kernel=st.sampled_from(sorted(KERNELS)),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
-    size=st.sampled_from([1, 100, 1000, 2**20]),
+    size=st.sampled_from([1, 100, 1000, 2**20, None]),
     data=st.data(),
 )
 def test_any_shape_mask_and_dtype(
@@ -325,7 +343,7 @@ def test_any_shape_mask_and_dtype(
     sampling: str,
     kernel: str,
     dtype: torch.dtype,
-    size: int,
+    size: int | None,
     data: st.DataObject,
 ) -> None:
     """The plain definition, computed in float64 from the same (rounded) inputs, within the rounding of the dtype."""
@@ -335,7 +353,10 @@ def test_any_shape_mask_and_dtype(
     attention = RMFAttention(width, features, kernel, sampling, generator=seeded(n))
     inputs = qkv(B, H, n, m, width, dtype, seed=m)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "BLOCK", size)
+        if size is None:  # the CPU in a GPU's place
+            patch.setattr(Tensor, "is_cpu", False)
+        else:
+            patch.setattr(linear, "BLOCK", size)
         out, grads = both(attention, inputs, mask)
     exact, _ = both(plain(attention.double()), [x.detach().double().requires_grad_() for x in inputs], mask)
     assert out.dtype == dtype
@@ -361,12 +382,14 @@ def test_shapes_that_do_not_fit_are_named(n: int, change: Callable[..., tuple[Te
         RMFAttention(8, 16)(*change(q, k, v, torch.ones(1, n, dtype=torch.bool)))
 
 
+@pytest.mark.usefixtures("blocks")
 def test_one_mask_may_serve_all_examples() -> None:
     attention = RMFAttention(16, 64, generator=seeded())
     inputs, mask = qkv(dtype=torch.float32), some_mask(1, 40)
     assert torch.equal(attention(*inputs, mask), attention(*inputs, mask.expand(3, -1)))
 
 
+@pytest.mark.usefixtures("blocks")
 def test_no_tokens_and_no_examples() -> None:
     attention = RMFAttention(16, 64, generator=seeded())
     for B, n in ((0, 5), (2, 0)):
