@@ -72,13 +72,14 @@ class _Count(TorchDispatchMode):
             return out
         given = [(declared, (kwargs or {}).get(declared.name)) for declared in arguments]
         given = [*zip(arguments, args, strict=False), *given[len(args) :]]
-        read, written = [], [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        looks = not name.startswith("new_") and not name.endswith("_like")  # at more than shapes
+        read: dict[int, Tensor] = {}
         for declared, value in given:
-            tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
             changes = declared.alias_info is not None and declared.alias_info.is_write
-            if not (changes and (declared.is_out or name in OVERWRITES)):
-                read += tensors
-        if moved := sum(map(_bytes, read + written)):
+            if looks and not (changes and (declared.is_out or name in OVERWRITES)):
+                read |= {id(each): each for each in tree_leaves(value) if isinstance(each, Tensor)}
+        written = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if moved := sum(map(_bytes, [*read.values(), *written])):
             self.launches += 1
             self.bytes += moved
             if count := flop_registry.get(func._overloadpacket):
