@@ -95,7 +95,7 @@ class RandomMaclaurin(nn.Module):
         device = generator.device if generator else "cpu"
         self.seed = int(torch.randint(2**62, (), generator=generator, device=device))
         self.steps = 0
-        self._folded: dict[torch.dtype, Folded] = {}
+        self._folded: dict[tuple[torch.dtype, torch.device], Folded] = {}
         for name in ("degrees", "rows", "scales"):
             self.register_buffer(name, torch.empty(0))
         self._draw()
@@ -110,10 +110,11 @@ class RandomMaclaurin(nn.Module):
         return torch.cat([product, constant.to(x.dtype).expand(*x.shape[:-1], -1)], -1)
 
     def folded(self, dtype: torch.dtype) -> Folded:
-        """The folded form of this draw, which is made once."""
-        if dtype not in self._folded:
+        """The folded form of this draw, made once: do not write into the buffers in place."""
+        key = dtype, self.rows.device
+        if key not in self._folded:
             self._fold(dtype)
-        return self._folded[dtype]
+        return self._folded[key]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled graph is to find it, not to make it
     @torch.inference_mode(False)  # an evaluation may be the first to ask, and what it made be used in training
@@ -128,10 +129,10 @@ class RandomMaclaurin(nn.Module):
             if len(root):
                 A = (root.mT @ root) * scale**2  # autocast would round it
             if len(root) > self.head_dim:
-                root = torch.linalg.qr(root.double(), "r").R.to(dtype)
+                root = torch.linalg.qr(root, "r").R
         rows = torch.cat([scaled[:deep], w[linear:]]) * scale
         widths = (deep, *self._widths[1:]) if deep else ()
-        self._folded[dtype] = Folded(self._constant, A, root * scale, rows.unsqueeze(0), widths)
+        self._folded[dtype, w.device] = Folded(self._constant, A, root * scale, rows.unsqueeze(0), widths)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         super()._apply(*args, **kwargs)

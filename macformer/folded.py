@@ -107,9 +107,9 @@ def inverse_norm(x: Tensor, eps: float) -> Tensor:
     return norm.clamp(min=eps).reciprocal_().mul_(norm > eps)
 
 
-def inverse_norm_backward(grad: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
-    """From the gradient of unit = x * inverse, in its place, that of x."""
-    return grad.addcmul_(unit, torch.linalg.vecdot(unit, grad).unsqueeze(-1), value=-1).mul_(inverse)
+def tangent(grad: Tensor, unit: Tensor) -> Tensor:
+    """What of grad is at right angles to the unit rows, in its place. The gradient of x is this / |x|."""
+    return grad.addcmul_(unit, torch.linalg.vecdot(unit, grad).unsqueeze(-1), value=-1)
 
 
 def _normalised(x: Tensor, folded: FoldedMap) -> Tensor:

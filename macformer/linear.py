@@ -28,7 +28,7 @@ from macformer.folded import (
     empty_heads,
     folded_attention,
     inverse_norm,
-    inverse_norm_backward,
+    tangent,
     without_autocast,
 )
 from macformer.linear_gpu import LinearAttentionGPU
@@ -292,7 +292,7 @@ class _Block:
         if self.folded.normalise == "centred":
             grad = unit_rows_backward(grad, self.read, self.folded.eps, *self.statistics)
         elif self.folded.normalise == "unit":
-            inverse_norm_backward(grad, self.x, self.inverse)
+            tangent(grad, self.x).mul_(self.inverse)
         if not direct:
             grad_x.copy_(grad)
 

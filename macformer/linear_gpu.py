@@ -1,8 +1,8 @@
 """The core of linear.py for a GPU, which wants few and large launches where a CPU wants blocks that fit its cache.
 
-It is plain torch and runs on every device. Queries and keys of all heads lie one behind the other in one matrix, x, so
-that one normalisation, one projection and one product of features serve them all. T and U are those of linear.py, but
-that features of degree 0 and 1 are features like the others: the root of c0, and L x.
+It is plain torch and runs on every device. The rows of all queries and keys of all heads stand in one matrix, x: one
+normalisation, one projection and one product of features serve them all. T and U are as in linear.py, but the features
+of degree 0 and 1 stand in one matrix with the others: sqrt(c0) and L x, where A = L^T L.
 
 Shapes: B batch, H heads, n queries, m keys, d width of a head, e width of a value, W projections, t = B H (n + m)
 tokens, f features, c = e + 1 rounded up to a multiple of ALIGNED.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from macformer.folded import FoldedMap, empty_heads, inverse_norm, without_autocast
+from macformer.folded import FoldedMap, empty_heads, inverse_norm, tangent, without_autocast
 from macformer.ppsbn import unit_rows_forward, without_noise
 
 ALIGNED = 4  # float32 numbers that a GPU reads at once, if the rows begin at a multiple of so many
@@ -52,21 +52,21 @@ class LinearAttentionGPU(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, scale, values, keep, floor, rows, product, denominators, T = ctx.saved_tensors
-        e, (queries, keys), (of_q, of_k, of_v) = grad.shape[-1], ctx.shapes, ctx.dtypes
+        e, (queries, keys), (q_dtype, k_dtype, v_dtype) = grad.shape[-1], ctx.shapes, ctx.dtypes
         tokens = _Tokens(x, queries, keys, rows, ctx.folded)
         # The gradient of [numerator, denominator]; a floored denominator has none. The two nearly cancel, and nothing
         # here was rounded to q's dtype. What stands in the columns behind it will be multiplied by zeros.
         G = torch.empty_like(product)
         torch.div(grad, denominators, out=G[..., :e])
-        of_denominator = (G[..., :e] * product[..., :e]).sum(-1, keepdim=True).div_(denominators)
-        G[..., e:] = of_denominator.mul_(denominators > floor).neg_()
+        grad_denominator = (G[..., :e] * product[..., :e]).sum(-1, keepdim=True).div_(denominators)
+        G[..., e:] = grad_denominator.mul_(denominators > floor).neg_()
         U = tokens.sums(tokens.queries, G)
-        grad_v = torch.mul(tokens.product(tokens.keys, U)[..., :e], keep, out=empty_heads(values, of_v, e))
+        grad_v = torch.mul(tokens.product(tokens.keys, U)[..., :e], keep, out=empty_heads(values, v_dtype, e))
         grad_x, grad_rows = tokens.backward((tokens.queries, G, T), (tokens.keys, values, U))
         grad_x = _read_backward(grad_x, x, ctx.folded)
         grad_q, grad_k = (
             torch.mul(side(grad_x), side(scale), out=empty_heads(side(x), dtype))
-            for side, dtype in ((tokens.queries, of_q), (tokens.keys, of_k))
+            for side, dtype in ((tokens.queries, q_dtype), (tokens.keys, k_dtype))
         )
         if grad_rows is not None:
             grad_rows = grad_rows.sum_to_size(rows.shape).to(rows.dtype)
@@ -75,13 +75,13 @@ class LinearAttentionGPU(torch.autograd.Function):
 
 def _read(q: Tensor, k: Tensor, keep: Tensor, folded: FoldedMap) -> tuple[Tensor, Tensor]:
     """x (t, d), the rows of q and then those of k, normalised; and the factor of each row's gradient (t, 1)."""
-    first = q.shape[:3].numel()
-    x = keep.new_empty(first + k.shape[:3].numel(), q.shape[-1])
-    x[:first].view(q.shape).copy_(q)
+    middle = q.shape[:3].numel()
+    x = keep.new_empty(middle + k.shape[:3].numel(), q.shape[-1])
+    x[:middle].view(q.shape).copy_(q)
     if folded.normalise == "no":  # masking the values is not enough: the powers of a huge key overflow
-        torch.mul(k, keep, out=x[first:].view(k.shape))
+        torch.mul(k, keep, out=x[middle:].view(k.shape))
         return x, torch.ones_like(x[:, :1])
-    x[first:].view(k.shape).copy_(k)
+    x[middle:].view(k.shape).copy_(k)
     if folded.normalise == "centred":
         x, mean, rstd = unit_rows_forward(x, folded.eps)
         return x, without_noise(rstd, mean, folded.eps) / x.shape[-1]
@@ -90,9 +90,9 @@ def _read(q: Tensor, k: Tensor, keep: Tensor, folded: FoldedMap) -> tuple[Tensor
 
 
 def _read_backward(grad: Tensor, x: Tensor, folded: FoldedMap) -> Tensor:
-    """From the gradient of x, which is lost, that of the rows before they were normalised, but for their factors."""
+    """The gradient of the rows before they were normalised, still without the factor of each. It may overwrite grad."""
     if folded.normalise == "unit":
-        return grad.addcmul_(x, torch.linalg.vecdot(x, grad).unsqueeze(-1), value=-1)
+        return tangent(grad, x)
     if folded.normalise == "centred":  # x is what a layer norm makes of x, if it multiplies by sqrt(d)
         d = x.shape[-1]
         mean, rstd = torch.zeros_like(x[:, :1]), torch.full_like(x[:, :1], d**0.5)
@@ -101,7 +101,10 @@ def _read_backward(grad: Tensor, x: Tensor, folded: FoldedMap) -> Tensor:
 
 
 def _sum_over_tokens(x: Tensor, columns: Tensor) -> Tensor:
-    """x^T columns of each head: (B, H, n, w), (B, H, n, c) -> (B H, w, c), in parts that are added afterwards."""
+    """x^T columns of each head: (B, H, n, w), (B, H, n, c) -> (B H, w, c), in equal parts that are added afterwards.
+
+    An odd n has none: our batches have lengths that are multiples of 64.
+    """
     x, columns = x.flatten(0, 1), columns.flatten(0, 1)
     heads, n = x.shape[:2]
     parts = 1
@@ -117,11 +120,11 @@ class _Tokens:
 
     def __init__(self, x: Tensor, queries: torch.Size, keys: torch.Size, rows: Tensor, folded: FoldedMap):
         self.shapes, self.middle, rows = (queries, keys), queries.numel(), rows.to(x.dtype)
-        self.expand: _Products | _Waves
+        self.feature_map: _Products | _Waves
         if folded.root is not None and folded.widths is not None:
-            self.expand = _Products(x, rows, folded.constant, folded.root.to(x.dtype), folded.widths)
+            self.feature_map = _Products(x, rows, folded.constant, folded.root.to(x.dtype), folded.widths)
         else:
-            self.expand = _Waves(x, rows, self)
+            self.feature_map = _Waves(x, rows, self)
 
     def queries(self, matrix: Tensor) -> Tensor:
         """(t, w) -> (B, H, n, w), a view."""
@@ -133,23 +136,23 @@ class _Tokens:
 
     def sums(self, side: Side, columns: Tensor) -> Tensor:
         """The features of this side, transposed, times the columns, for each head: T or U, (B H, f, c)."""
-        return _sum_over_tokens(side(self.expand.features), columns)
+        return _sum_over_tokens(side(self.feature_map.features), columns)
 
     def product(self, side: Side, sums: Tensor) -> Tensor:
         """The features of this side times the sums: (B, H, n, c)."""
-        return torch.bmm(side(self.expand.features).flatten(0, 1), sums).unflatten(0, self.shapes[0][:2])
+        return torch.bmm(side(self.feature_map.features).flatten(0, 1), sums).unflatten(0, self.shapes[0][:2])
 
     def backward(self, *sides: tuple[Side, Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """From the gradient of each `product(side, sums)`, the columns: that of x and that of the rows.
+        """The gradients of x and of the rows. The columns are the gradient of `product(side, sums)`, for each side.
 
-        The features are lost.
+        The features are overwritten.
         """
 
-        def fill(of_features: Tensor) -> None:
+        def fill(grad_features: Tensor) -> None:
             for side, columns, sums in sides:
-                torch.bmm(columns.flatten(0, 1), sums.mT, out=side(of_features).flatten(0, 1))
+                torch.bmm(columns.flatten(0, 1), sums.mT, out=side(grad_features).flatten(0, 1))
 
-        return self.expand.backward(fill, self)
+        return self.feature_map.backward(fill, self)
 
 
 class _Products:
@@ -167,20 +170,20 @@ class _Products:
         self.others = list(zip(self.prefixes.split(list(widths[2:])), factors[2:], strict=True))
         prefix = self.table[end : end + self.deep]
         for factor, next_prefix in zip(factors[1:], [*(each for each, _ in self.others), self.table[:0]], strict=False):
-            more = len(next_prefix)
-            torch.mul(prefix[more:], factor[more:], out=self.table[more : len(factor)])
-            prefix = torch.mul(prefix[:more], factor[:more], out=next_prefix)
+            longer = len(next_prefix)  # features that have another factor
+            torch.mul(prefix[longer:], factor[longer:], out=self.table[longer : len(factor)])
+            prefix = torch.mul(prefix[:longer], factor[:longer], out=next_prefix)
 
     def backward(self, fill: Callable[[Tensor], None], tokens: _Tokens) -> tuple[Tensor, None]:
-        """The gradient of x, where `fill` writes that of the features. Gradients take the place of what they are of."""
+        """The gradient of x, where `fill` writes that of the features. Everything is overwritten by its gradient."""
         fill(self.features)
-        of_product, end = self.table[: self.deep], self.deep + 1 + self.linear
+        grad_product, end = self.table[: self.deep], self.deep + 1 + self.linear
         for prefix, factor in reversed(self.others):
-            part = of_product[: len(factor)]
+            part = grad_product[: len(factor)]
             prefix *= part  # the gradient of this factor
             part *= factor
         first_two = self.table[end : end + 2 * self.deep]
-        first_two.unflatten(0, (2, self.deep)).mul_(of_product)  # the gradients of the second and of the first factor
+        first_two.unflatten(0, (2, self.deep)).mul_(grad_product)  # the gradients of the second and of the first factor
         L, first, second, others = self.rows.split([self.linear, self.deep, self.deep, len(self.prefixes)])
         grad = self.table[self.deep + 1 : end + 2 * self.deep].mT @ torch.cat([L, second, first])
         return grad.addmm_(self.prefixes.mT, others), None
@@ -201,11 +204,11 @@ class _Waves:
 
     def backward(self, fill: Callable[[Tensor], None], tokens: _Tokens) -> tuple[Tensor, Tensor]:
         """The gradients of x and of the rows, where `fill` writes that of the features."""
-        of_features, grad, of_rows = torch.empty_like(self.features), torch.empty_like(self.x), []
-        fill(of_features)
-        of_sine, of_cosine = of_features.chunk(2, 1)
-        of_projected = of_sine.mul_(self.cosine).addcmul_(of_cosine, self.sine, value=-1)
+        grad_features, grad, grad_rows = torch.empty_like(self.features), torch.empty_like(self.x), []
+        fill(grad_features)
+        grad_sine, grad_cosine = grad_features.chunk(2, 1)
+        grad_projected = grad_sine.mul_(self.cosine).addcmul_(grad_cosine, self.sine, value=-1)
         for side in (tokens.queries, tokens.keys):
-            torch.matmul(side(of_projected), self.rows, out=side(grad))
-            of_rows.append(_sum_over_tokens(side(of_projected), side(self.x)))
-        return grad, (of_rows[0] + of_rows[1]).unflatten(0, tokens.shapes[0][:2]).sum(0)
+            torch.matmul(side(grad_projected), self.rows, out=side(grad))
+            grad_rows.append(_sum_over_tokens(side(grad_projected), side(self.x)))
+        return grad, (grad_rows[0] + grad_rows[1]).unflatten(0, tokens.shapes[0][:2]).sum(0)

@@ -25,9 +25,14 @@ def unit_rows(x: Tensor, eps: float) -> Tensor:
 
 
 def unit_rows_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows, and mean and 1/deviation for `unit_rows_backward`, by one layer norm."""
+    """The rows, and mean and 1/deviation for `unit_rows_backward`, by one layer norm.
+
+    CUDA's can give a constant row variance 0 and a mean that is rounded: without a limit its length would be 1e6.
+    """
     d = x.shape[-1]
-    return torch.native_layer_norm(x, (d,), torch.full((d,), d**-0.5, dtype=x.dtype, device=x.device), None, eps**2)
+    weight = torch.full((d,), d**-0.5, dtype=x.dtype, device=x.device)
+    rows, mean, rstd = torch.native_layer_norm(x, (d,), weight, None, eps**2)
+    return rows.clamp_(-1, 1), mean, rstd
 
 
 def unit_rows_in_cache(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +165,10 @@ class PostSBN(nn.Module):
 
 
 class _PowerGPU(torch.autograd.Function):
-    """y s^exponent with s = y^2 + BEND^2, in few passes over the memory. It keeps x alone, in x's dtype."""
+    """y s^exponent with s = y^2 + BEND^2, in few passes over the memory. It keeps x alone, in x's dtype.
+
+    Not for torch.compile, which fuses the plain formula and refuses `out=` with strides.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, exponent: Tensor) -> Tensor:
@@ -174,12 +182,12 @@ class _PowerGPU(torch.autograd.Function):
         x, gamma, exponent = ctx.saved_tensors
         y = x * gamma
         s = _bent(y)
-        pulled = s.pow(exponent).mul_(grad)
+        grad_power = s.pow(exponent).mul_(grad)  # grad s^exponent
         # d out/d exponent = out log(s);  d out/dy = s^exponent (1 + 2 exponent y^2 / s), and y^2 = s - BEND^2
-        grad_exponent = y.mul_(pulled).xlogy_(s).sum_to_size(exponent.shape)
-        of_y = torch.addcdiv(1 + 2 * exponent, exponent, s, value=-2 * BEND**2).mul_(pulled)
-        grad_gamma = (of_y * x).sum_to_size(gamma.shape)
-        return torch.mul(of_y, gamma, out=torch.empty_like(x)), grad_gamma, grad_exponent
+        grad_exponent = y.mul_(grad_power).xlogy_(s).sum_to_size(exponent.shape)
+        grad_y = torch.addcdiv(1 + 2 * exponent, exponent, s, value=-2 * BEND**2).mul_(grad_power)
+        grad_gamma = (grad_y * x).sum_to_size(gamma.shape)
+        return torch.mul(grad_y, gamma, out=torch.empty_like(x)), grad_gamma, grad_exponent
 
 
 def _bent(y: Tensor) -> Tensor:

@@ -81,12 +81,12 @@ def cell(composed: Compose, sources: Path, tmp_path: Path) -> Compose:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """torch.cuda as far as device.py calls it; its memory is what a test says."""
     cuda = MagicMock(spec=torch.cuda, allocated=0, reserved=0)
     cuda.is_available.return_value = True
     cuda.device_count.return_value = 3
-    cuda.get_device_name.return_value = "Played GPU"
+    cuda.get_device_name.return_value = "Fake GPU"
     cuda.get_device_properties.side_effect = lambda gpu: SimpleNamespace(uuid=f"uuid-of-{gpu}")
     cuda.max_memory_allocated.side_effect = lambda device: cuda.allocated
     cuda.max_memory_reserved.side_effect = lambda device: cuda.reserved

@@ -170,7 +170,7 @@ def at_work(started: Started, folder: Path, runs: int, *launcher: str) -> subpro
 
 
 @pytest.fixture
-def swept(composed: Compose, played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
+def swept(composed: Compose, fake_cuda: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compose:
     """swept("sweep=joblib", ...) -> what Hydra gives the callback of a sweep of five; torch sees three GPUs."""
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     monkeypatch.setattr("joblib.effective_n_jobs", lambda count: 16 if count == -1 else count)
@@ -188,9 +188,9 @@ def swept(composed: Compose, played: MagicMock, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("words", "at_once", "beside", "where"),
     [
-        (["sweep=joblib"], 3, 0, "1:40:00 on Played GPU (cuda, 3 at a time)"),
-        (["sweep=joblib", "device=cuda", "hydra.launcher.n_jobs=2"], 2, 0, "2:30:00 on Played GPU (cuda, 2 at a time)"),
-        (["sweep=joblib", "device=cuda:1"], 1, 0, "5:00:00 on Played GPU (cuda, 1 at a time)"),
+        (["sweep=joblib"], 3, 0, "1:40:00 on Fake GPU (cuda, 3 at a time)"),
+        (["sweep=joblib", "device=cuda", "hydra.launcher.n_jobs=2"], 2, 0, "2:30:00 on Fake GPU (cuda, 2 at a time)"),
+        (["sweep=joblib", "device=cuda:1"], 1, 0, "5:00:00 on Fake GPU (cuda, 1 at a time)"),
         (["sweep=joblib", "device=cpu"], -1, 4, "(cpu, 16 at a time)"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_joblib_sweep_has_as_many_runs_at_once_as_gpus(
 
 @pytest.mark.parametrize(("launcher", "device"), [("joblib", "cuda:0"), ("basic", "auto")])
 def test_a_run_of_a_joblib_sweep_takes_its_own_gpu(
-    swept: Compose, played: MagicMock, launcher: str, device: str, monkeypatch: pytest.MonkeyPatch
+    swept: Compose, fake_cuda: MagicMock, launcher: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its worker, and leaves nothing reserved there; elsewhere the choice stays what it was."""
     ran: list[str] = []
@@ -217,7 +217,7 @@ def test_a_run_of_a_joblib_sweep_takes_its_own_gpu(
     HydraConfig.instance().set_config(config)
     program_of_a_run.main.__wrapped__(config)
     assert ran == [device]
-    assert played.empty_cache.called == (launcher == "joblib")
+    assert fake_cuda.empty_cache.called == (launcher == "joblib")
     assert not sweep.Notes().failures()
 
 

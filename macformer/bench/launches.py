@@ -33,7 +33,7 @@ SHAPES = {  # what the tasks give, and the paper's batch
 MODELS = ["transformer", "rfa", "macformer_exp"]
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}  # new memory
 FREE |= {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh"}  # views that are not marked as such
-OVERWRITES = {"copy_", "fill_", "zero_"}  # in place, without a look at what was there
+OVERWRITES = {"copy_", "fill_", "zero_"}  # in place, without reading what was there
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}  # of our models
 HEAD = """Counted on torch's meta device, by `make bench-launches`: the forward and backward pass of one training step
 at the paper's shapes in float16. Not measured: nothing here has run on a GPU.

@@ -41,7 +41,7 @@ def choose(name: str, root: Path = Path("/")) -> torch.device:
 
     `auto` is the CPU where there is no GPU or the user has hidden it, not where torch cannot use the one that is there.
     """
-    if not (known := re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", name)):
+    if not (known := re.fullmatch(r"auto|cpu|cuda(?::(0|[1-9]\d*))?", name)):
         raise ValueError(f"device={name} is not known; choose one of auto, cpu, cuda, or cuda:N for GPU number N")
     if name == "cpu":
         return torch.device("cpu")
@@ -49,7 +49,7 @@ def choose(name: str, root: Path = Path("/")) -> torch.device:
         count = cuda.device_count() if cuda.is_available() else 0
     if not count:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        if not hidden and any(root.glob("dev/nvidia[0-9]*")):
+        if not hidden and (any(root.glob("dev/nvidia[0-9]*")) or any(root.glob("usr/lib/wsl/lib/libcuda.so*"))):
             raise ValueError(f"device={name}, but torch cannot use the GPU here: {_obstacle()}, or use device=cpu")
         if name == "auto":
             return torch.device("cpu")
@@ -91,6 +91,7 @@ def own_gpu(name: str) -> Iterator[str]:
     """Lock and yield one of `gpus(name)` that no other run here has locked; wait for one. Yield `name` if it has none.
 
     A GPU goes by its uuid: under another CUDA_VISIBLE_DEVICES it has another index. A killed process holds no lock.
+    Locks are in the system's folder for temporary files: who sets TMPDIR for one sweep must set it for all.
     """
     folder = Path(tempfile.gettempdir(), f"macformer-{getattr(os, 'getuid', str)()}")  # Windows: the user's own anyway
     files = {gpu: folder / f"{cuda.get_device_properties(gpu).uuid}.lock" for gpu in gpus(name)}
@@ -112,7 +113,8 @@ def own_gpu(name: str) -> Iterator[str]:
             yield gpu
         finally:  # what this process still has in reserve belongs to the next run there
             gc.collect()
-            cuda.empty_cache()
+            with suppress(RuntimeError):  # after an error of CUDA's every call raises it again
+                cuda.empty_cache()
 
 
 def is_cuda(device: torch.device) -> bool:

@@ -39,9 +39,8 @@ class Notes:
         hydra = HydraConfig.get()
         self.folder = Path(hydra.sweep.dir) / "notes"
         self.launcher: str = hydra.runtime.choices["hydra/launcher"]
-        self.expected, self.concurrent = self._read(
-            "expected", (0, None)
-        )  # runs; others beside each on its device, if known
+        # Runs; others on the device of each, if known.
+        self.expected, self.concurrent = self._read("expected", (0, None))
         self.stopped: int = self._read("stopped", 0)  # the signal that stopped the sweep
 
     def _read(self, name: str, default: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
+from torch._functorch import config as aot_config
 from torch.nn import functional as F
 
 from macformer.harness import device as devices
@@ -138,6 +139,9 @@ class Trainer:
             dev = np.random.default_rng(0).permutation(len(self.splits["dev"]))  # the same whatever the seed
             self.dev_indices = np.sort(dev if self.dev_examples == "all" else dev[: self.dev_examples])
             if self.compile:
+                if hasattr(aot_config, "backward_pass_autocast"):
+                    # Else newer torch compiles the backward pass under autocast, even of what leaves it (attention).
+                    aot_config.backward_pass_autocast = "off"
                 self.model.compile()
             rate, steps = self.learning_rate, self.total_steps
             self.optimizer = torch.optim.AdamW(model.parameters(), rate, eps=EPS, weight_decay=0, fused=True)
@@ -175,7 +179,7 @@ class Trainer:
                 self._step(feed)
                 step += 1
                 check_finite("the loss", result.losses[-1])
-                if result.skipped_in_a_row == SKIPPED:
+                if result.skipped_in_a_row >= SKIPPED:
                     why = f"none of the last {SKIPPED} had a finite gradient in float16"
                     way_out = "use trainer.precision=bfloat16, or lower task.learning_rate"
                     raise RunFailed(f"{why}: {way_out}", "diverged")

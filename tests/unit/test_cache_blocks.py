@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lra_data.base import TaskSpec
 from macformer import cache_blocks
 from macformer.dropout import Dropout
-from tests.conftest import Compose
+from tests.conftest import MODELS, Compose
 from tests.unit.test_model import build, some_ids
 
 
@@ -35,6 +36,19 @@ def test_a_layer_by_blocks_is_the_plain_layer(
     fast = outcome(model, ids)
     monkeypatch.setattr(cache_blocks, "usable", lambda x: False)
     torch.testing.assert_close(fast, outcome(model, ids))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_the_same_in_the_form_for_a_gpu(
+    name: str, paired: bool, composed: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(composed(f"model={name}"), TaskSpec(32, 64, 10, paired)).double().eval()
+    ids = some_ids(37, 20, 3, 5, 64, 1)
+    ids = ids.unflatten(0, (3, 2)) if paired else ids
+    expected = outcome(model, ids)
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    torch.testing.assert_close(outcome(model, ids), expected)
 
 
 @pytest.mark.parametrize("name", ["macformer_exp", "rfa", "transformer"])

@@ -1,4 +1,4 @@
-"""What differs between CPU and CUDA: on a played CUDA, on meta tensors, and on a real GPU where there is one."""
+"""What differs between CPU and CUDA: on a fake CUDA, on meta tensors, and on a real GPU where there is one."""
 
 import os
 import subprocess
@@ -42,14 +42,14 @@ def calls(cuda: MagicMock) -> list[str]:
     return [name for name, _, _ in cuda.method_calls]
 
 
-def test_the_choice(played: MagicMock, tmp_path: Path) -> None:
+def test_the_choice(fake_cuda: MagicMock, tmp_path: Path) -> None:
     assert devices.choose("auto") == devices.choose("cuda") == torch.device("cuda:0")
     assert devices.choose("cuda:1") == CUDA
     assert devices.choose("cpu") == CPU
-    assert devices.describe(CUDA) == "Played GPU"
+    assert devices.describe(CUDA) == "Fake GPU"
     with pytest.raises(ValueError, match=r"^device=cuda:3, but torch sees 3 CUDA GPUs here, the last of them cuda:2"):
         devices.choose("cuda:3")
-    played.is_available.return_value = False  # and an old driver has GPUs all the same
+    fake_cuda.is_available.return_value = False  # and an old driver has GPUs all the same
     assert devices.choose("auto", tmp_path) == CPU
     with pytest.raises(ValueError, match=r"^device=cuda:1, but torch sees no CUDA GPU here; use device=cpu"):
         devices.choose("cuda:1", tmp_path)
@@ -74,13 +74,13 @@ def test_the_choice(played: MagicMock, tmp_path: Path) -> None:
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_an_error_unless_it_is_hidden(
-    build: str | None, said: str, reason: str, played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: str | None, said: str, reason: str, fake_cuda: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its device file is there. Without the error, a run would take weeks on the CPU, and nobody would know why."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidiactl").touch()
-    played.is_available.return_value = False
-    played.init.side_effect = RuntimeError(said)
+    fake_cuda.is_available.return_value = False
+    fake_cuda.init.side_effect = RuntimeError(said)
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert devices.choose("auto", tmp_path) == CPU
@@ -101,29 +101,29 @@ def test_auto_precision_is_mixed_on_cuda_alone_and_only_float16_is_scaled() -> N
     assert scaled == {"float32": False, "bfloat16": False, "float16": True}
 
 
-def test_the_clock_waits_and_books_every_second(played: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_waits_and_books_every_second(fake_cuda: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 11.0, 13.0, 16.0, 20.0])
     monkeypatch.setattr(devices.time, "perf_counter", lambda: next(times))
     clock = devices.Clock(CUDA, {"training": 100.0})
     assert [clock.book(account) for account in ("data_wait", "training", "training", "pause")] == [1, 2, 3, 4]
     assert clock.seconds == {"data_wait": 1, "training": 105, "pause": 4}
-    assert calls(played) == ["synchronize"] * 5
-    played.synchronize.assert_called_with(CUDA)
+    assert calls(fake_cuda) == ["synchronize"] * 5
+    fake_cuda.synchronize.assert_called_with(CUDA)
 
 
-def test_peaks_begin_anew_when_they_are_read(played: MagicMock) -> None:
-    played.allocated, played.reserved = 5, 8
+def test_peaks_begin_anew_when_they_are_read(fake_cuda: MagicMock) -> None:
+    fake_cuda.allocated, fake_cuda.reserved = 5, 8
     names = "peak_bytes", "reserved_bytes"
     for peaks in ((5, 8), (0, 0)):
         assert devices.cuda_peaks(CUDA) == dict(zip(names, peaks, strict=True))
-    assert played.reset_peak_memory_stats.call_count == 2
+    assert fake_cuda.reset_peak_memory_stats.call_count == 2
 
 
-def test_the_peak_of_some_work_on_cuda(played: MagicMock) -> None:
-    assert devices.peak_bytes(CUDA, [], lambda: played.configure_mock(allocated=42)) == 42
+def test_the_peak_of_some_work_on_cuda(fake_cuda: MagicMock) -> None:
+    assert devices.peak_bytes(CUDA, [], lambda: fake_cuda.configure_mock(allocated=42)) == 42
     measured = ["synchronize", "reset_peak_memory_stats", "synchronize"]
-    assert calls(played) == ["get_rng_state", *measured, "max_memory_allocated", "set_rng_state"]
-    played.set_rng_state.assert_called_once_with(played.get_rng_state.return_value, CUDA)
+    assert calls(fake_cuda) == ["get_rng_state", *measured, "max_memory_allocated", "set_rng_state"]
+    fake_cuda.set_rng_state.assert_called_once_with(fake_cuda.get_rng_state.return_value, CUDA)
 
 
 def test_memory_is_the_peak_of_live_bytes() -> None:
@@ -184,19 +184,19 @@ def test_one_batch_is_made_ahead_and_no_more() -> None:
         next(fed)
 
 
-def test_tf32_is_what_the_flag_says(played: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_is_what_the_flag_says(fake_cuda: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = SimpleNamespace(allow_tf32=None)
     monkeypatch.setattr(torch.backends.cuda, "matmul", flags)
     monkeypatch.setattr(torch.backends, "cudnn", flags)
     for wanted in (True, False):
         devices.prepare(CUDA, 1, tf32=wanted)
         assert flags.allow_tf32 is wanted
-    assert calls(played) == ["set_device", "empty_cache"] * 2
-    played.set_device.assert_called_with(CUDA)
+    assert calls(fake_cuda) == ["set_device", "empty_cache"] * 2
+    fake_cuda.set_device.assert_called_with(CUDA)
 
 
 @pytest.fixture
-def holders(played: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Holder]]:
+def holders(fake_cuda: MagicMock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Holder]]:
     """holders("auto") -> a process with a GPU of its own, and a pipe: it tells which, and waits to be told to end."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(devices, "POLL", 0.01)
@@ -224,14 +224,14 @@ def told(pipe: Connection) -> str:
 
 
 def test_each_run_has_a_gpu_of_its_own(
-    holders: Callable[..., Holder], played: MagicMock, capfd: pytest.CaptureFixture[str]
+    holders: Callable[..., Holder], fake_cuda: MagicMock, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A fourth waits for one of three, whether its holder ends or is killed, and says so once."""
     processes = [holders(name) for name in ("auto", "cuda", "auto")]
     held = {told(pipe): (process, pipe) for process, pipe in processes}
     (_, fourth), (_, first) = holders("auto"), holders("cuda:0")
-    played.device_count.return_value = 1  # CUDA_VISIBLE_DEVICES=2 says that the last is the first
-    played.get_device_properties.side_effect = lambda gpu: SimpleNamespace(uuid="uuid-of-cuda:2")
+    fake_cuda.device_count.return_value = 1  # CUDA_VISIBLE_DEVICES=2 says that the last is the first
+    fake_cuda.get_device_properties.side_effect = lambda gpu: SimpleNamespace(uuid="uuid-of-cuda:2")
     _, last = holders("auto")
     assert not any(pipe.poll(0.3) for pipe in (fourth, first, last))
     held["cuda:1"][0].kill()
@@ -248,13 +248,13 @@ def test_each_run_has_a_gpu_of_its_own(
     ]
 
 
-def test_no_run_locks_a_gpu_that_it_cannot_have(played: MagicMock, tmp_path: Path, monkeypatch: Any) -> None:
+def test_no_run_locks_a_gpu_that_it_cannot_have(fake_cuda: MagicMock, tmp_path: Path, monkeypatch: Any) -> None:
     """The CPU needs no lock, and a wrong name is the run's own to refuse."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("cpu", "gpu", "cuda:3", 0):
         with devices.own_gpu(name) as own:
             assert own == name
-    played.is_available.return_value = False
+    fake_cuda.is_available.return_value = False
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with devices.own_gpu("auto") as own:
         assert own == "auto"
@@ -293,7 +293,7 @@ def test_batches_for_cuda_come_from_pinned_memory(pinned: list[Tensor]) -> None:
     assert {tensor.device.type for pair in fed for tensor in pair} == {"meta"}
 
 
-def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_fake_cuda(cell: Compose, fake_cuda: Any, pinned: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU under the name of CUDA: peaks of training and evaluation apart, without the first step."""
     monkeypatch.setattr(devices, "choose", lambda name: CPU)
     forward, seen = torch.nn.Module.__call__, []
@@ -302,11 +302,11 @@ def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkey
         if type(model).__name__ == "Classifier":
             seen.append(len(seen))
             size = (900 if not seen[:-1] else 100 + len(seen)) if model.training else 50
-            played.allocated, played.reserved = max(played.allocated, size), max(played.reserved, 2 * size)
+            fake_cuda.allocated, fake_cuda.reserved = max(fake_cuda.allocated, size), max(fake_cuda.reserved, 2 * size)
         return forward(model, *args, **kwargs)
 
     def telemetry(*args: object) -> dict[str, float]:
-        played.allocated, played.reserved = 300, 600
+        fake_cuda.allocated, fake_cuda.reserved = 300, 600
         return {}
 
     monkeypatch.setattr(torch.nn.Module, "__call__", allocating)
@@ -314,13 +314,13 @@ def test_a_run_on_played_cuda(cell: Compose, played: Any, pinned: object, monkey
     record = run(cell("listops", "macformer_exp", "trainer.telemetry=true"), [])
     assert record.status == "ok"
     assert record.environment.precision == "float16"
-    assert record.environment.device_name == "Played GPU"
+    assert record.environment.device_name == "Fake GPU"
     memory = record.memory
     assert 100 < memory.peak_bytes < 200  # not the 900 of the first step
     assert memory.reserved_bytes == 2 * memory.peak_bytes
     assert (memory.evaluation_peak_bytes, memory.evaluation_reserved_bytes) == (300, 600)
     assert memory.method.startswith("CUDA allocator's peaks")
-    assert played.synchronize.call_count > 3 * record.steps_done
+    assert fake_cuda.synchronize.call_count > 3 * record.steps_done
 
 
 def test_the_first_lines_name_each_attention_backend_once() -> None:
@@ -332,7 +332,7 @@ def test_the_first_lines_name_each_attention_backend_once() -> None:
     assert attention_backends(nn.Sequential(nn.Linear(1, 1)), CPU) == ""
 
 
-def test_a_run_is_the_same_on_every_gpu(composed: Compose, played: MagicMock) -> None:
+def test_a_run_is_the_same_on_every_gpu(composed: Compose, fake_cuda: MagicMock) -> None:
     """Its id, its configuration and what it says of its command; the device that it uses is another."""
     plans = [RunPlan(composed(f"device={name}")) for name in ("auto", "cuda", "cuda:1")]
     assert [str(plan.device) for plan in plans] == ["cuda:0", "cuda:0", "cuda:1"]
@@ -342,7 +342,7 @@ def test_a_run_is_the_same_on_every_gpu(composed: Compose, played: MagicMock) ->
     assert {str(differences(plans[0].resolved, words).command) for words in typed} == {"['device=cuda']"}
 
 
-def test_a_forecast_on_the_played_gpu(cell: Compose, played: MagicMock, pinned: object) -> None:
+def test_a_forecast_on_the_fake_gpu(cell: Compose, fake_cuda: MagicMock, pinned: object) -> None:
     config = cell("listops", "rfa")
     task = configs.build(config, "task.data", folder=config.paths.data)
     model = configs.build(config, "model", **asdict(task.spec))

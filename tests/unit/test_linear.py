@@ -160,6 +160,16 @@ def test_gradcheck(make: Callable[[], nn.Module], causal: bool) -> None:
 
 
 @pytest.mark.usefixtures("blocks")
+def test_masked_keys_and_values_may_be_huge() -> None:
+    """The ninth power of 1e20 is infinite, and would be NaN if it were multiplied by 0 afterwards."""
+    attention, (q, k, v), mask = RMFAttention(16, 512, generator=seeded()), qkv(dtype=torch.float32), some_mask(3, 40)
+    assert attention.feature_map.degrees.max() > 4
+    hidden = ~mask[:, None, :, None]
+    zero, huge = ([q, *(x.detach().masked_fill(hidden, value).requires_grad_() for x in (k, v))] for value in (0, 1e20))
+    torch.testing.assert_close(both(attention, huge, mask), both(attention, zero, mask))
+
+
+@pytest.mark.usefixtures("blocks")
 def test_layouts_of_the_inputs_do_not_matter() -> None:
     """Heads split off a joined projection, as in a model, or tensors of their own."""
     attention = RMFAttention(16, 64, generator=seeded()).double()

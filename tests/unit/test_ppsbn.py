@@ -34,6 +34,20 @@ def test_a_row_that_is_constant_but_for_rounding_has_no_gradient(width: int) -> 
     assert not x.grad.any()
 
 
+def test_a_constant_row_stays_in_the_unit_ball_where_its_mean_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by CUDA's layer norm: variance 0, so that what the mean is off by is multiplied by 1e13."""
+
+    def layer_norm(x: torch.Tensor, shape: tuple, weight: torch.Tensor, bias: None, eps: float) -> tuple:
+        mean, rstd = x.mean(-1, keepdim=True) * (1 + 1e-7), torch.full_like(x[..., :1], eps**-0.5)
+        return (x - mean) * rstd * weight, mean, rstd
+
+    monkeypatch.setattr(torch, "native_layer_norm", layer_norm)
+    x = torch.full((1, 1, 2, 24), 0.1, requires_grad=True)
+    out = PreSBN()(x)
+    assert out.abs().max() <= 1
+    assert not torch.autograd.grad(out.sum(), x)[0].any()
+
+
 def test_unit_rows_have_the_gradient_of_their_formula() -> None:
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(PreSBN(), x)
