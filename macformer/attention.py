@@ -10,6 +10,7 @@ be causal. Optional are the methods `absorb(pre_sbn)`, `telemetry` and `backend(
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Literal, get_args
 
@@ -20,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from macformer import kernels
 from macformer.dropout import Dropout
-from macformer.features import RandomFourier, RandomMaclaurin, Sampling
-from macformer.folded import FLOOR, FoldedMap, check_square
+from macformer.features import FoldedMap, RandomFourier, RandomMaclaurin, Sampling
+from macformer.folded import FLOOR, check_square
 from macformer.linear import linear_attention, linear_backend
 from macformer.ppsbn import PreSBN, unit_rows
 
@@ -170,17 +171,10 @@ class RMFAttention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        draw = self.feature_map.folded(dtype)
-        folded = FoldedMap(
-            constant=draw.constant,
-            linear=draw.linear,
-            root=draw.root,
-            widths=draw.widths,
-            floor=self.floor,
-            normalise="no" if self.pre_sbn_eps is None else "centred",
-            eps=self.pre_sbn_eps or 0.0,
-        )
-        return linear_attention(q, k, v, mask, causal, draw.rows, folded)
+        rows, folded = self.feature_map.folded(dtype)
+        normalise: Literal["no", "centred"] = "no" if self.pre_sbn_eps is None else "centred"
+        folded = replace(folded, floor=self.floor, normalise=normalise, eps=self.pre_sbn_eps or 0.0)
+        return linear_attention(q, k, v, mask, causal, rows, folded)
 
     _attend_uncompiled = torch.compiler.disable(_attend)
 
@@ -248,5 +242,5 @@ class RFAttention(nn.Module):
         _check_width(q, frequencies.shape[-1])
         # The features' scale 1/F cancels in the ratio: only the floor has to know it.
         floor = FLOOR * frequencies.shape[1]
-        folded = FoldedMap(constant=0.0, linear=None, root=None, widths=None, floor=floor, normalise="unit", eps=1e-12)
+        folded = FoldedMap(floor=floor, normalise="unit", eps=1e-12)
         return linear_attention(q, k, v, mask, causal, frequencies, folded)

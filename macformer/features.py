@@ -6,7 +6,8 @@ They know no attention. Shapes: d head width, D features, N degree of one featur
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Self, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -19,18 +20,21 @@ RELEASE_DEGREES = 20  # the authors' later release samples degrees 1..20
 Sampling = Literal["paper", "release", "exact01", "order1"]
 
 
-class Folded(NamedTuple):
-    """A draw as attention computes with it: Phi(x/d^(1/4)).Phi(y/d^(1/4)) = c0 + x A y + F(x).F(y).
+@dataclass(frozen=True)
+class FoldedMap:
+    """A feature map as attention computes with it: Phi(x).Phi(y) = c0 + x A y + F(x).F(y), and what surrounds it.
 
-    All constants are one number and all features of degree 1 one d x d matrix, A = L^T L (None if there are none). F
-    are the features of degree 2 and more, each a product of projections x rows^T; widths[j] of them have a factor j.
+    All constants are one number and all features of degree 1 one d x d matrix. F are the features of degree 2 and more,
+    each a product of projections x rows^T: widths[j] of them have a factor j. widths=None: sines and cosines of these.
     """
 
-    constant: float  # c0
-    linear: Tensor | None  # A (d, d)
-    root: Tensor  # L (l, d), l <= d
-    rows: Tensor  # (1, W, d)
-    widths: tuple[int, ...]
+    constant: float = 0.0  # c0
+    linear: Tensor | None = None  # A (d, d)
+    root: Tensor | None = None  # L (l, d) with A = L^T L, l <= d; None where there are no products
+    widths: tuple[int, ...] | None = None
+    floor: float = 0.0  # lower limit of the denominator, per kept key
+    normalise: Literal["no", "centred", "unit"] = "no"  # x before it is mapped | (x - mean) / |x - mean| | x / |x|
+    eps: float = 0.0  # guards against a norm of zero
 
 
 def products(projected: Tensor, widths: Sequence[int]) -> Tensor:
@@ -95,7 +99,7 @@ class RandomMaclaurin(nn.Module):
         device = generator.device if generator else "cpu"
         self.seed = int(torch.randint(2**62, (), generator=generator, device=device))
         self.steps = 0
-        self._folded: dict[tuple[torch.dtype, torch.device], Folded] = {}
+        self._folded: dict[tuple[torch.dtype, torch.device], tuple[Tensor, FoldedMap]] = {}
         for name in ("degrees", "rows", "scales"):
             self.register_buffer(name, torch.empty(0))
         self._draw()
@@ -109,8 +113,8 @@ class RandomMaclaurin(nn.Module):
         product = products(x @ w.to(x.dtype).mT, self._widths)
         return torch.cat([product, constant.to(x.dtype).expand(*x.shape[:-1], -1)], -1)
 
-    def folded(self, dtype: torch.dtype) -> Folded:
-        """The folded form of this draw, made once: do not write into the buffers in place."""
+    def folded(self, dtype: torch.dtype) -> tuple[Tensor, FoldedMap]:
+        """rows (1, W, d) and the map of x/d^(1/4), made once for a draw: do not write into the buffers in place."""
         key = dtype, self.rows.device
         if key not in self._folded:
             self._fold(dtype)
@@ -132,7 +136,7 @@ class RandomMaclaurin(nn.Module):
                 root = torch.linalg.qr(root, "r").R
         rows = torch.cat([scaled[:deep], w[linear:]]) * scale
         widths = (deep, *self._widths[1:]) if deep else ()
-        self._folded[dtype, w.device] = Folded(self._constant, A, root * scale, rows.unsqueeze(0), widths)
+        self._folded[dtype, w.device] = rows.unsqueeze(0), FoldedMap(self._constant, A, root * scale, widths)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         super()._apply(*args, **kwargs)

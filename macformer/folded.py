@@ -1,35 +1,21 @@
-"""Folded feature maps, and linear attention in plain torch: its definition, and the folded form.
+"""Linear attention in plain torch: its definition, and the folded form; and what the two cores share.
 
 Shapes: B batch, H heads, n queries, m keys, d width of a head, e width of a value, f features of degree 2 and more.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from macformer.features import products
+from macformer.features import FoldedMap, products
 from macformer.ppsbn import unit_rows
 
 FLOOR = 0.1  # of what the denominator would be if every kept key had K = a_0
 CAUSAL_CHUNK = 128
-
-
-@dataclass(frozen=True)
-class FoldedMap:
-    """A feature map with its degrees 0 and 1 folded, and what is done to the rows of q and k before it."""
-
-    constant: float  # c0
-    linear: Tensor | None  # A (d, d)
-    root: Tensor | None  # L (l, d) with A = L^T L; None where there are no products
-    widths: tuple[int, ...] | None  # F = products of projections, see _Products; None: their sines and cosines
-    floor: float  # lower limit of the denominator, per kept key
-    normalise: Literal["no", "centred", "unit"]  # x | (x - mean) / |x - mean| | x / |x|
-    eps: float  # guards against a norm of zero
 
 
 def check_square(q: Tensor, k: Tensor) -> None:

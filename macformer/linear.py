@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from macformer.features import FoldedMap
 from macformer.folded import (
-    FoldedMap,
     check_square,
     empty_heads,
     folded_attention,

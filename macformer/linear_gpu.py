@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from macformer.folded import FoldedMap, empty_heads, inverse_norm, tangent, without_autocast
+from macformer.features import FoldedMap
+from macformer.folded import empty_heads, inverse_norm, tangent, without_autocast
 from macformer.ppsbn import unit_rows_forward, without_noise
 
 ALIGNED = 4  # float32 numbers that a GPU reads at once, if the rows begin at a multiple of so many

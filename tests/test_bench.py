@@ -84,7 +84,8 @@ def test_flop_are_those_of_the_products(name: str) -> None:
     """RMFA: W projections of q and of k, three times; [x, F] with values, six times; ones and the small A on top."""
     n, d, attend = 1024, attention.HEAD_DIM, attention.attentions(0, CPU)[name]
     if isinstance(attend, RMFAttention):
-        *_, rows, widths = attend.feature_map.folded(torch.float32)
+        rows, folded = attend.feature_map.folded(torch.float32)
+        widths = folded.widths
         formula, extra = 12 * n * d * (rows.shape[1] + d + sum(widths[:1])), 0.08
     else:
         formula, extra = {"checkpointed": 8, "sdpa": 7}.get(name, 6) * 2 * n * n * d, 0
@@ -109,7 +110,7 @@ def test_attentions_write_json_table_and_plot(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_core_races_the_same_formula_on_the_same_draw(tmp_path: Path) -> None:
-    rows = [each.feature_map.folded(torch.float32).rows for each in attention.attentions(3, CPU, "core").values()]
+    rows = [each.feature_map.folded(torch.float32)[0] for each in attention.attentions(3, CPU, "core").values()]
     assert all(torch.equal(rows[0], other) for other in rows)
     (result,) = report(tmp_path, "core", "--lengths", "512", "--rounds", "1")["results"]
     (core, ours), *others = ((name, arm["peak_bytes"]) for name, arm in result["arms"].items())

@@ -59,9 +59,11 @@ class PlainTorch(RMFAttention):
     """The folded formula of macformer/linear.py as anyone would write it: autograd keeps all intermediates."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        constant, linear, _, rows, widths = self.feature_map.folded(q.dtype)
+        rows, folded = self.feature_map.folded(q.dtype)
+        constant, linear, widths = folded.constant, folded.linear, folded.widths
         assert mask is not None
         assert linear is not None  # of 128 features some have degree 1
+        assert widths is not None
         keep = mask[:, None, :, None].to(q.dtype)
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1) * keep
         query = torch.cat([q @ linear, products(q @ rows.mT, widths)], -1)
