@@ -157,7 +157,7 @@ class _Tokens:
 
 
 class _Products:
-    """F_i = prod_j P_ij, sorted as in linear.py. The table, tokens by rows, is [F, the root of c0, L x, P]."""
+    """F_i = prod_j P_ij, sorted as in linear.py. The rows of the table: F, the root of c0, L x, P, for all tokens."""
 
     def __init__(self, x: Tensor, rows: Tensor, constant: float, root: Tensor, widths: tuple[int, ...]):
         self.rows, self.linear, self.deep = torch.cat([root, rows[0]]), len(root), sum(widths[:1])
@@ -166,11 +166,11 @@ class _Products:
         torch.mm(self.rows, x.mT, out=self.table[self.deep + 1 :])
         end = self.deep + 1 + self.linear
         self.features, factors = self.table[:end].mT, self.table[end:].split(list(widths))
-        # What is multiplied with the third factor, with the fourth, ...
+        # For the third factor, the fourth, ...: the product of those before it, and the factor.
         self.prefixes = x.new_empty(sum(widths[2:]), len(x))
-        self.others = list(zip(self.prefixes.split(list(widths[2:])), factors[2:], strict=True))
+        self.later = list(zip(self.prefixes.split(list(widths[2:])), factors[2:], strict=True))
         prefix = self.table[end : end + self.deep]
-        for factor, next_prefix in zip(factors[1:], [*(each for each, _ in self.others), self.table[:0]], strict=False):
+        for factor, next_prefix in zip(factors[1:], [*(each for each, _ in self.later), self.table[:0]], strict=False):
             longer = len(next_prefix)  # features that have another factor
             torch.mul(prefix[longer:], factor[longer:], out=self.table[longer : len(factor)])
             prefix = torch.mul(prefix[:longer], factor[:longer], out=next_prefix)
@@ -179,15 +179,15 @@ class _Products:
         """The gradient of x, where `fill` writes that of the features. Everything is overwritten by its gradient."""
         fill(self.features)
         grad_product, end = self.table[: self.deep], self.deep + 1 + self.linear
-        for prefix, factor in reversed(self.others):
+        for prefix, factor in reversed(self.later):
             part = grad_product[: len(factor)]
             prefix *= part  # the gradient of this factor
             part *= factor
         first_two = self.table[end : end + 2 * self.deep]
         first_two.unflatten(0, (2, self.deep)).mul_(grad_product)  # the gradients of the second and of the first factor
-        L, first, second, others = self.rows.split([self.linear, self.deep, self.deep, len(self.prefixes)])
+        L, first, second, later = self.rows.split([self.linear, self.deep, self.deep, len(self.prefixes)])
         grad = self.table[self.deep + 1 : end + 2 * self.deep].mT @ torch.cat([L, second, first])
-        return grad.addmm_(self.prefixes.mT, others), None
+        return grad.addmm_(self.prefixes.mT, later), None
 
 
 class _Waves:
