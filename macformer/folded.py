@@ -46,7 +46,7 @@ def folded_attention(
         n, dtype = k.shape[2], torch.promote_types(q.dtype, torch.float32)
         keep = (q.new_ones(1, n) if mask is None else mask).to(dtype)[:, None, :, None]
         value = torch.cat([v.to(dtype), keep.expand(*v.shape[:3], 1)], -1) * keep
-        tokens = _normalised(q.to(dtype).contiguous(), folded), _normalised((k.to(dtype) * keep).contiguous(), folded)
+        tokens = _normalised(q.to(dtype), folded), _normalised(k.to(dtype) * keep, folded)
         query, key = ([x, _features(x, rows.to(dtype), folded)] for x in tokens)
         query = [query[0] @ folded.linear.to(dtype), query[1]] if folded.linear is not None else query[1:]
         joined = torch.cat(query, -1), torch.cat(key[-len(query) :], -1)
@@ -100,7 +100,7 @@ def tangent(grad: Tensor, unit: Tensor) -> Tensor:
 
 def _normalised(x: Tensor, folded: FoldedMap) -> Tensor:
     if folded.normalise == "centred":
-        return unit_rows(x, folded.eps)
+        return unit_rows(x.contiguous(), folded.eps)
     return F.normalize(x, dim=-1, eps=folded.eps) if folded.normalise == "unit" else x
 
 

@@ -68,12 +68,6 @@ def linear_backend(device: torch.device) -> str:
     return "cache blocks" if device.type == "cpu" else "large launches"
 
 
-# Not for torch.compile: there is nothing left to fuse, and it would unroll the blocks.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap) -> Tensor:
-    return _LinearAttention.apply(q, k, v, mask, rows, folded)
-
-
 class _LinearAttention(torch.autograd.Function):
     """Features are computed again in the backward pass. It has no second derivative (the causal form has one).
 
@@ -138,6 +132,10 @@ class _LinearAttention(torch.autograd.Function):
         if grad_rows is not None:
             grad_rows = grad_rows.sum_to_size(rows.shape).to(rows.dtype)
         return grad_q, grad_k, grad_v, None, grad_rows, None
+
+
+# Not for torch.compile: there is nothing left to fuse, and it would unroll the blocks.
+_on_cpu = torch.compiler.disable(_LinearAttention.apply)
 
 
 class _Work:

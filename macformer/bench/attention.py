@@ -18,6 +18,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from statistics import median
 from typing import Any, get_args
@@ -30,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from macformer import KernelAttention, PreSBN, RFAttention, RMFAttention, SoftmaxAttention
 from macformer.bench import race as bench
-from macformer.features import Sampling, products
-from macformer.folded import FLOOR, plain_attention
+from macformer.features import Sampling
+from macformer.folded import FLOOR, folded_attention, plain_attention
 from macformer.harness import device as devices
 
 HEAD_DIM, FEATURES, KEPT = 32, 128, 0.9  # the share of keys that the mask keeps
@@ -60,16 +61,7 @@ class PlainTorch(RMFAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         rows, folded = self.feature_map.folded(q.dtype)
-        constant, linear, widths = folded.constant, folded.linear, folded.widths
-        assert mask is not None
-        assert linear is not None  # of 128 features some have degree 1
-        assert widths is not None
-        keep = mask[:, None, :, None].to(q.dtype)
-        values = torch.cat([v, torch.ones_like(v[..., :1])], -1) * keep
-        query = torch.cat([q @ linear, products(q @ rows.mT, widths)], -1)
-        key = torch.cat([k, products(k @ rows.mT, widths)], -1)
-        out = query @ (key.mT @ values) + constant * values.sum(2, keepdim=True)
-        return out[..., :-1] / torch.maximum(out[..., -1:], self.floor * keep.sum(2, keepdim=True))
+        return folded_attention(q, k, v, mask, rows, replace(folded, floor=self.floor), causal)
 
 
 class CheckpointedPlainTorch(PlainTorch):

@@ -9,8 +9,8 @@ These are counts, not times: nothing here has run on a GPU.
 """
 
 import argparse
+import itertools
 import math
-from dataclasses import asdict
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,14 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from lra_data.base import TaskSpec
-from macformer.harness import config as configs
+from macformer.bench import models
 
-SHAPES = {  # what the tasks give, and the paper's batch
-    "text": (TaskSpec(vocabulary=512, length=4096, classes=2, paired=False), 16),
-    "listops": (TaskSpec(vocabulary=32, length=2048, classes=10, paired=False), 32),
-    "retrieval": (TaskSpec(vocabulary=512, length=4096, classes=2, paired=True), 16),
-}
 MODELS = ["transformer", "rfa", "macformer_exp"]
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}  # new memory
 FREE |= {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh"}  # views that are not marked as such
@@ -93,30 +87,24 @@ def _bytes(tensor: Tensor) -> int:
     return math.prod(sizes, start=tensor.element_size()) if tensor.numel() else 0
 
 
-def count_step(name: str, task: str, seed: int = 0) -> Cost:
-    """A training step of configs/model/NAME.yaml at the task's shape; the seed is that of the random features."""
-    spec, batch = SHAPES[task]
-    torch.manual_seed(seed)
-    model = configs.build(configs.compose(f"model={name}"), "model", **asdict(spec)).to("meta")
-    ids = torch.ones((batch, 2, spec.length) if spec.paired else (batch, spec.length), dtype=torch.int32, device="meta")
-    labels = torch.zeros(batch, dtype=torch.long, device="meta")
-    real = torch.autocast
+def count_step(name: str, task: str) -> Cost:
+    """A training step of a model of `make bench` at the task's shape, seed 0."""
+    _, spec, batches = models.batches_of(f"{task}-full", None, "", torch.device("meta"))
+    model, (ids, labels), real = models.model(name, spec).to("meta"), next(batches), torch.autocast
 
     def autocast(kind: str, *args: Any, **kwargs: Any) -> torch.autocast:
         return real("cpu" if kind == "meta" else kind, *args, **kwargs)  # `meta` has none; this one leaves it alone
 
-    with patch.object(torch, "autocast", autocast):
-        F.cross_entropy(model(ids), labels).backward()  # makes what is kept, such as the folded draw
-        model.zero_grad()
-        with _Count() as count:
-            with _AsOnCUDA(), autocast("meta", dtype=torch.bfloat16):
-                loss = F.cross_entropy(model(ids), labels)
-            loss.backward()
+    with patch.object(torch, "autocast", autocast), _Count() as count:
+        with _AsOnCUDA(), autocast("meta", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(ids), labels)
+        loss.backward()
     return Cost(count.launches, count.bytes, count.flop)
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    rows = [{"task": task, "model": name, **count_step(name, task)._asdict()} for task in SHAPES for name in MODELS]
+    cells = itertools.product(models.TASKS, MODELS)
+    rows = [{"task": task, "model": name, **count_step(name, task)._asdict()} for task, name in cells]
     return {"torch": torch.__version__, "seed": 0, "rows": rows}
 
 

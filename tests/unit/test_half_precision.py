@@ -1,4 +1,4 @@
-"""Half precision against float64 of the same numbers: attentions and whole models, on each device that there is.
+"""Half precision against float64 of the same numbers: attentions and whole models, on each device. `-rP` shows errors.
 
 Errors are norms: |ours - exact| / |exact|. What inputs lose when they are rounded is not looked at: the exact result is
 that of the rounded inputs. Numerator and denominator of a linear attention nearly cancel in the gradient, all the more
@@ -78,6 +78,7 @@ def hold_to_float64(name: str, n: int, causal: bool, device: str, compiled: bool
         ours = torch.autograd.grad(out, half, grad.to(out))
         exact_grads = torch.autograd.grad(exact_out, exact, grad.to(dtype).double())
         found = [error(*pair) for pair in zip((out, *ours), (exact_out.detach(), *exact_grads), strict=True)]
+        print(f"{name}, n = {n}, causal={causal}, {dtype}: {max(found):.3%}")
         assert max(found) < limit, (dtype, found)
 
 
@@ -152,4 +153,5 @@ def test_every_parameter_of_a_model(name: str, dtype: torch.dtype, device: str, 
         assert torch.equal(gates, half_gates)
         names = [name for name, _ in model.named_parameters()]
         found = {name: error(*pair) for name, *pair in zip(names, ours, exact, strict=True)}
+        print(f"{name}, {when}, {dtype}: {max(found.values()):.3%}")
         assert max(found.values()) < limit, (when, found)
