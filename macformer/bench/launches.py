@@ -42,6 +42,14 @@ class Cost(NamedTuple):
     flop: int
 
 
+real_autocast = torch.autocast
+
+
+def autocast(kind: str, *args: Any, **kwargs: Any) -> torch.autocast:
+    """torch.autocast, also for `meta`, which has none: that of the CPU leaves its tensors alone."""
+    return real_autocast("cpu" if kind == "meta" else kind, *args, **kwargs)
+
+
 class _AsOnCUDA(TorchFunctionMode):
     """Casts products to float16 while autocast is on, and takes dropout as one kernel."""
 
@@ -90,11 +98,7 @@ def _bytes(tensor: Tensor) -> int:
 def count_step(name: str, task: str) -> Cost:
     """A training step of a model of `make bench` at the task's shape, seed 0."""
     _, spec, batches = models.batches_of(f"{task}-full", None, "", torch.device("meta"))
-    model, (ids, labels), real = models.model(name, spec).to("meta"), next(batches), torch.autocast
-
-    def autocast(kind: str, *args: Any, **kwargs: Any) -> torch.autocast:
-        return real("cpu" if kind == "meta" else kind, *args, **kwargs)  # `meta` has none; this one leaves it alone
-
+    model, (ids, labels) = models.model(name, spec).to("meta"), next(batches)
     with patch.object(torch, "autocast", autocast), _Count() as count:
         with _AsOnCUDA(), autocast("meta", dtype=torch.bfloat16):
             loss = F.cross_entropy(model(ids), labels)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from lra_data.base import TaskSpec
 from macformer.attention import RFAttention, RMFAttention, SoftmaxAttention
+from macformer.bench import launches
 from macformer.harness import config as configs
 from macformer.harness import device as devices
 from macformer.harness.plan import RunPlan, differences
@@ -361,20 +362,12 @@ class OnlyMeta(TorchDispatchMode):
         return out
 
 
-@pytest.fixture
-def autocast_of_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """meta has none: that of the CPU serves."""
-    real = torch.autocast
-
-    def autocast(kind: str, *args: Any, **kwargs: Any) -> torch.autocast:
-        return real("cpu" if kind == "meta" else kind, *args, **kwargs)
-
-    monkeypatch.setattr(torch, "autocast", autocast)
-
-
 @pytest.mark.parametrize("paired", [False, True], ids=["single", "paired"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_stays_on_its_device(name: str, paired: bool, composed: Compose, autocast_of_meta: None) -> None:
+def test_a_step_stays_on_its_device(
+    name: str, paired: bool, composed: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "autocast", launches.autocast)
     spec = TaskSpec(vocabulary=32, length=64, classes=10, paired=paired)
     model = configs.build(composed(f"model={name}"), "model", **asdict(spec)).to("meta")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -1,6 +1,5 @@
 """What a training step would ask of a GPU: the counter itself, and ceilings for every model."""
 
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from macformer.attention import RMFAttention
-from macformer.bench.launches import _Count, count_step
+from macformer.bench.launches import _Count, autocast, count_step
 from macformer.bench.models import TASKS
 
 
@@ -35,7 +34,7 @@ def test_launches_bytes_and_flop_of_a_few_operations() -> None:
 
 # Launches, and GB for Text and ListOps; a pair of texts moves twice as much. At commit 8d7cedc RFA took 609 launches
 # and 9.4 GB, Macformer 919 to 999 and 10.5 to 11.0. The draw says how many
-# features have which degree: seed 0. Seeds 0 to 5 take 8.1 to 9.1 GB on Text.
+# features have which degree: seed 0. Seeds 0 to 5 take 8.1 to 9.1 GB on Text (docs/log.md).
 CEILINGS = {"transformer": (230, 80.0), "rfa": (300, 8.7)}
 CEILINGS |= {f"macformer_{kernel}": (400, 8.7) for kernel in ("exp", "inv", "log", "trigh", "sqrt")}
 
@@ -52,7 +51,7 @@ def test_products_over_tokens_fill_a_gpu_and_are_aligned() -> None:
             return func(*args, **(kwargs or {}))
 
     inputs = [torch.empty(16, 2, 4096, 32, device="meta").requires_grad_() for _ in "qkv"]
-    with patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()), Products():
+    with patch.object(torch, "autocast", autocast), Products():
         attention(*inputs).sum().backward()
     sums = [shape for shape, other in shapes if other == (256, 512, 36)]
     assert [shape[0] for shape in sums] == [256, 256]  # of the keys, and of the queries' gradients
