@@ -12,7 +12,7 @@ be causal. Optional are the methods `absorb(pre_sbn)`, `telemetry` and `backend(
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Generator, Tensor, nn
@@ -129,7 +129,8 @@ class RMFAttention(nn.Module):
 
     Phi is a random Maclaurin map of D features for the kernel K, one draw for all heads of a layer; for `sampling`, `p`
     and `redraw` see RandomMaclaurin. Computed in folded form: macformer/linear.py has the formula.
-    The denominator is floored at a tenth of a_0 times the number of keys: random features can make it negative.
+    The denominator is floored at a tenth of a_0 times the number of keys: random features can make it negative; or at
+    `clamp` whatever their number, 1 in the authors' release (docs/errata.md).
 
     Time O((n + m) d D'), where D' counts the projections of the features of degree 2 and more: about 3D/4 for p = 2.
     Memory O((n + m) d): features are computed again in the backward pass. Causal: by chunks, linear in n as well.
@@ -145,11 +146,15 @@ class RMFAttention(nn.Module):
         p: float = 2.0,
         redraw: int | None = None,
         generator: Generator | None = None,
+        clamp: float | None = None,
     ):
         super().__init__()
+        if clamp is not None and not clamp > 0:
+            raise ValueError(f"clamp={clamp!r} must be above 0: the output is divided by what is at least this")
         self.feature_map = RandomMaclaurin(head_dim, features, kernel, p, generator, sampling, redraw)
         self.kernel = kernel
-        self.floor = FLOOR * kernels.find(kernel).coefficient(0)
+        self.clamp = clamp
+        self.floor = FLOOR * kernels.find(kernel).coefficient(0) if clamp is None else clamp
         self.pre_sbn_eps: float | None = None
 
     def absorb(self, pre_sbn: PreSBN) -> bool:
@@ -173,8 +178,11 @@ class RMFAttention(nn.Module):
         dtype = torch.promote_types(q.dtype, torch.float32)
         rows, folded = self.feature_map.folded(dtype)
         normalise: Literal["no", "centred"] = "no" if self.pre_sbn_eps is None else "centred"
-        folded = replace(folded, floor=self.floor, normalise=normalise, eps=self.pre_sbn_eps or 0.0)
+        folded = replace(folded, normalise=normalise, eps=self.pre_sbn_eps or 0.0, **self._floor())
         return linear_attention(q, k, v, mask, causal, rows, folded)
+
+    def _floor(self) -> dict[str, Any]:
+        return {"floor": self.floor, "floor_per_key": self.clamp is None}
 
     _attend_uncompiled = torch.compiler.disable(_attend)
 
@@ -182,44 +190,48 @@ class RMFAttention(nn.Module):
     def telemetry(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
     ) -> dict[str, float]:
-        """What `forward` does with these inputs, on a few queries of each example (causal: the first ones).
+        """What `forward` does with these inputs, by the plain definition, for a few queries of each example.
 
         logit_min, logit_max: of q.k/sqrt(d), over the keys that are seen. floored: share of denominators at the floor.
         error: |out - exact|^2 / |exact - mean v|^2, where exact is KernelAttention: plain averaging of v would get 1.
+        first: the mean weight of the first key; first_if_uniform: what plain averaging would give it.
         Where there are as many queries as keys the mask is taken to be theirs too: padding is not looked at.
         """
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = _wide(q, k, v)
             if self.pre_sbn_eps is not None:
                 q, k = unit_rows(q, self.pre_sbn_eps), unit_rows(k, self.pre_sbn_eps)
-            real = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)
-            if mask is not None and q.shape[2] == k.shape[2]:
-                real = mask
-            if causal:
-                q, k, v = (x[:, :, :TELEMETRY_ROWS] for x in (q, k, v))
-                mask, real = None if mask is None else mask[:, :TELEMETRY_ROWS], real[:, :TELEMETRY_ROWS]
-            step = -(-q.shape[2] // TELEMETRY_ROWS)
-            q, real = q[:, :, ::step], real[:, ::step]
+            B, H, n, d = q.shape
+            keep = _keep(q, k, mask, causal)
+            looked_at = slice(None, None, -(-n // TELEMETRY_ROWS))
+            real = q.new_ones(B, n, dtype=torch.bool) if mask is None or n != k.shape[2] else mask
+            q, real = q[:, :, looked_at], real[:, looked_at].unsqueeze(1).expand(B, H, -1)
+            seen = q.new_ones(1, dtype=torch.bool) if keep is None else keep[:, :, looked_at if causal else slice(None)]
+            seen = seen.expand(B, H, q.shape[2], k.shape[2])
             if mask is not None:  # the powers of a huge padded token would overflow, and inf times 0 is NaN
                 k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
-
-            logits = q @ k.mT * q.shape[-1] ** -0.5
-            keep = _keep(q, k, mask, causal)
-            seen = torch.ones_like(logits, dtype=torch.bool) if keep is None else keep.expand_as(logits)
-            if not (looked_at := seen & real[:, None, :, None]).any():
+            count = seen.sum(-1, keepdim=True)
+            if not real.any() or not (real.unsqueeze(-1) & seen).any():
                 return {}
-            phi_q, phi_k = (self.feature_map(x * x.shape[-1] ** -0.25) for x in (q, k))
-            floored = (phi_q @ phi_k.mT * seen).sum(-1) < self.floor * seen.sum(-1)
-            exact = KernelAttention(self.kernel)(q, k, v, mask, causal)
-            # To normalise twice changes nothing. A call of `self` would run the hooks that ask for this again.
-            error = self.forward(q, k, v, mask, causal) - exact
-            spread = exact - SoftmaxAttention()(torch.zeros_like(q), k, v, mask, causal)
-            rows = real.unsqueeze(1).expand(error.shape[:3])
+
+            logits = q @ k.mT * d**-0.5
+            exact = kernels.find(self.kernel).value(logits.masked_fill(~seen, 0)) * seen
+            mean = seen / count.clamp(min=1)
+            phi_q, phi_k = (self.feature_map(x * d**-0.25) for x in (q, k))
+            weights = (phi_q @ phi_k.mT) * seen
+            total, floor = weights.sum(-1, keepdim=True), FoldedMap(**self._floor()).floors(count)
+            weights /= torch.maximum(total, floor)
+            exact /= exact.sum(-1, keepdim=True).clamp(min=torch.finfo(exact.dtype).tiny)
+            error, spread = (((x - exact) @ v)[real].square().sum() for x in (weights, mean))
+            first = torch.zeros(B, dtype=torch.long, device=q.device) if mask is None else mask.int().argmax(1)
+            index = first.view(B, 1, 1, 1).expand(B, H, q.shape[2], 1)
             return {
-                "logit_min": float(logits[looked_at].min()),
-                "logit_max": float(logits[looked_at].max()),
-                "floored": float(floored[rows].double().mean()),
-                "error": float(error[rows].square().sum() / spread[rows].square().sum()),
+                "logit_min": float(logits[seen & real.unsqueeze(-1)].min()),
+                "logit_max": float(logits[seen & real.unsqueeze(-1)].max()),
+                "floored": float((total < floor)[..., 0][real].double().mean()),
+                "error": float(error / spread),
+                "first": float(weights.gather(-1, index)[..., 0][real].mean()),
+                "first_if_uniform": float(mean.gather(-1, index)[..., 0][real].mean()),
             }
 
 

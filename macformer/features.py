@@ -32,9 +32,14 @@ class FoldedMap:
     linear: Tensor | None = None  # A (d, d)
     root: Tensor | None = None  # L (l, d) with A = L^T L, l <= d; None where there are no products
     widths: tuple[int, ...] | None = None
-    floor: float = 0.0  # lower limit of the denominator, per kept key
+    floor: float = 0.0  # lower limit of the denominator,
+    floor_per_key: bool = True  # for each key that is seen, or as it is
     normalise: Literal["no", "centred", "unit"] = "no"  # x before it is mapped | (x - mean) / |x - mean| | x / |x|
     eps: float = 0.0  # guards against a norm of zero
+
+    def floors(self, seen: Tensor) -> Tensor:
+        """Lower limits of the denominators of queries that see so many keys."""
+        return self.floor * seen.clamp(min=1) if self.floor_per_key else torch.full_like(seen, self.floor)
 
 
 def products(projected: Tensor, widths: Sequence[int]) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from macformer.features import FoldedMap, products
-from macformer.ppsbn import unit_rows
+from macformer.ppsbn import unit_rows, unit_rows_backward, unit_rows_in_cache
 
 FLOOR = 0.1  # of what the denominator would be if every kept key had K = a_0
 CAUSAL_CHUNK = 128
+ROW_PADDING = 16  # numbers between the rows of an (f, c) matrix
 
 
 def check_square(q: Tensor, k: Tensor) -> None:
@@ -55,7 +56,7 @@ def folded_attention(
         else:
             product = joined[0] @ (joined[1].mT @ value) + folded.constant * value.sum(2, keepdim=True)
             seen = keep.sum(2, keepdim=True)
-        denominator = torch.maximum(product[..., -1:], folded.floor * seen.clamp(min=1))
+        denominator = torch.maximum(product[..., -1:], folded.floors(seen))
         return (product[..., :-1] / denominator).to(q.dtype)
 
 
@@ -110,3 +111,83 @@ def _features(x: Tensor, rows: Tensor, folded: FoldedMap) -> Tensor:
     if folded.widths is None:
         return torch.cat([projected.sin(), projected.cos()], -1)
     return products(projected, folded.widths)
+
+
+class Tokens:
+    """Tokens x (..., d) as the map takes them, some at a time on a CPU, and the way back for their gradient."""
+
+    def __init__(self, x: Tensor, folded: FoldedMap, keep: Tensor | None):
+        self.folded, self.read, self.x = folded, x, x
+        if folded.normalise == "centred":
+            self.x, *self.statistics = unit_rows_in_cache(x, folded.eps)
+        elif folded.normalise == "unit":
+            self.inverse = inverse_norm(x, folded.eps)
+            self.x = x * self.inverse
+        elif keep is not None:
+            self.x = x * keep  # masking the values is not enough: the powers of a huge key overflow
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient of x as it was read; it may overwrite grad."""
+        if self.folded.normalise == "centred":
+            return unit_rows_backward(grad, self.read, self.folded.eps, *self.statistics)
+        if self.folded.normalise == "unit":
+            return tangent(grad, self.x).mul_(self.inverse)
+        return grad
+
+
+class Products:
+    """F_i = prod_j P_ij in the given memory: P (g, W, c), F (g, f, c). The gradient of F is put into `scratch`.
+
+    Features are sorted by falling degree: the first widths[j] have a factor j, all have two.
+    """
+
+    def __init__(self, projected: Tensor, product: Tensor, widths: tuple[int, ...]):
+        self.projected, self.product = projected, product
+        self.scratch = product
+        self.first, self.second, *factors = projected.split(widths, 1)
+        self.deep_projected = projected[:, 2 * widths[0] :]
+        self.before = torch.empty_like(self.deep_projected)
+        # For the third factor, the fourth, ...: the products that have it, the factor, those products before it.
+        parts = (product[:, :width] for width in widths[2:])
+        self.deep = list(zip(parts, factors, self.before.split(widths[2:], 1), strict=True))
+
+    def forward(self, backward: bool) -> None:
+        torch.mul(self.first, self.second, out=self.product)
+        for part, factor, before in self.deep:
+            if backward:
+                before.copy_(part)
+            part.mul_(factor)
+
+    def backward(self) -> Tensor:
+        """The gradient of the projections (g, W, c), in their place, with the first two factors exchanged."""
+        for part, factor, before in reversed(self.deep):
+            before.mul_(part)  # the gradient of the factor
+            part.mul_(factor)
+        self.first.mul_(self.product)
+        self.second.mul_(self.product)
+        self.deep_projected.copy_(self.before)
+        return self.projected
+
+    @staticmethod
+    def exchanged(rows: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """The rows in the order of what `backward` returns."""
+        first, second, deep = rows.split([widths[0], widths[0], rows.shape[1] - 2 * widths[0]], 1)
+        return torch.cat([second, first, deep], 1)
+
+
+class Waves:
+    """F = [sin P, cos P] in the given memory, as `Products`."""
+
+    def __init__(self, projected: Tensor, waves: Tensor):
+        self.projected = projected
+        self.sine, self.cosine = waves.chunk(2, 1)
+        self.scratch = torch.empty(waves.shape, dtype=waves.dtype, device=waves.device)
+
+    def forward(self, backward: bool) -> None:
+        torch.sin(self.projected, out=self.sine)
+        torch.cos(self.projected, out=self.cosine)
+
+    def backward(self) -> Tensor:
+        """The gradient of the projections (g, W, c)."""
+        grad_sine, grad_cosine = self.scratch.chunk(2, 1)
+        return torch.mul(grad_sine, self.cosine, out=self.projected).addcmul_(grad_cosine, self.sine, value=-1)

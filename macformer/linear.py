@@ -1,7 +1,7 @@
 """Linear attention with a folded feature map: the core of RMFA and RFA.
 
-This is the form for the CPU, and the choice among the forms: linear_gpu.py has the one for GPUs, folded.py the same
-formula in plain torch.
+This is the form for the CPU, and the choice among the forms: linear_gpu.py has the one for GPUs, linear_causal.py the
+sum over j <= i for both, folded.py the same formulas in plain torch.
 
     out_i = (c0 sum_j v_j + q_i A (K^T V) + F(q_i) (F(K)^T V)) / (c0 n_eff + q_i A (K^T 1) + F(q_i) (F(K)^T 1))
 
@@ -24,18 +24,19 @@ from torch.utils.checkpoint import checkpoint
 
 from macformer.features import FoldedMap
 from macformer.folded import (
+    ROW_PADDING,
+    Products,
+    Tokens,
+    Waves,
     check_square,
     empty_heads,
     folded_attention,
-    inverse_norm,
-    tangent,
     without_autocast,
 )
+from macformer.linear_causal import causal_attention
 from macformer.linear_gpu import LinearAttentionGPU
-from macformer.ppsbn import unit_rows_backward, unit_rows_in_cache
 
 BLOCK = 2**19  # numbers that a block may hold: a CPU core's cache is small (docs/log.md)
-ROW_PADDING = 16  # numbers between the rows of an (f, c) matrix
 
 
 def linear_attention(
@@ -44,7 +45,7 @@ def linear_attention(
     """The formula above with a floored denominator. F is made of the projections x rows^T; rows are (H or 1, W, d).
 
     Time O((n + m) d (d + W + f)). The backward pass needs q, k, v, out and about (d + f) e numbers per head.
-    Causal (j <= i): time O(n (d + f) (d + CAUSAL_CHUNK)), memory O(n (d + f)); its backward pass needs q, k and v.
+    Causal (j <= i): linear_causal.py, in time O(n (d (d + W + f) + (d + f) CHUNK)); the backward pass needs as little.
     """
     B, H, _, d = q.shape
     m = k.shape[2]
@@ -56,11 +57,11 @@ def linear_attention(
         rows = rows.detach()  # random signs are not trained
     if causal:
         check_square(q, k)
-    elif q.is_cpu:
-        return _on_cpu(q, k, v, mask, rows, folded)
-    elif not torch.compiler.is_compiling():
-        return LinearAttentionGPU.apply(q, k, v, mask, rows, folded)
-    return checkpoint(folded_attention, q, k, v, mask, rows, folded, causal, use_reentrant=False)
+    if torch.compiler.is_compiling() and not q.is_cpu:
+        return checkpoint(folded_attention, q, k, v, mask, rows, folded, causal, use_reentrant=False)
+    if causal:
+        return _causal(q, k, v, mask, rows, folded)
+    return (_on_cpu if q.is_cpu else LinearAttentionGPU.apply)(q, k, v, mask, rows, folded)
 
 
 def linear_backend(device: torch.device) -> str:
@@ -69,7 +70,7 @@ def linear_backend(device: torch.device) -> str:
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Features are computed again in the backward pass. It has no second derivative (the causal form has one).
+    """Features are computed again in the backward pass. It has no second derivative.
 
     T = [A K^T V'; F(K)^T V'; c0 1^T V'] with V' = [V, 1], so that for a query x = [q, F(q), 1] the product x T is
     [numerator, denominator]. U is the gradient of T, folded in the same way: it gives the gradients of keys and values.
@@ -135,7 +136,7 @@ class _LinearAttention(torch.autograd.Function):
 
 
 # Not for torch.compile: there is nothing left to fuse, and it would unroll the blocks.
-_on_cpu = torch.compiler.disable(_LinearAttention.apply)
+_on_cpu, _causal = torch.compiler.disable(_LinearAttention.apply), torch.compiler.disable(causal_attention)
 
 
 class _Work:
@@ -160,12 +161,12 @@ class _Work:
         self.fit = tokens // max(1, q.shape[2], k.shape[2])  # heads that fit into one block
 
         wide = rows.to(dtype)
-        back = _Products.exchanged(wide, folded.widths) if folded.widths else wide
+        back = Products.exchanged(wide, folded.widths) if folded.widths else wide
         self.rows, self.back_rows = (x.expand(B, H, -1, -1) for x in (wide, back))
         self.masked = mask is not None
         keep = torch.ones(B, k.shape[2], 1, **self.new) if mask is None else mask.to(dtype).unsqueeze(-1)
         self.keep = keep.unsqueeze(1).expand(-1, H, -1, -1)
-        self.floor = (folded.floor * keep.sum(1, keepdim=True).clamp(min=1)).unsqueeze(1).expand(-1, H, -1, -1)
+        self.floor = folded.floors(keep.sum(1, keepdim=True)).unsqueeze(1).expand(-1, H, -1, -1)
         self.made: dict[torch.Size, _Block] = {}
 
     def groups(self) -> Iterator[Any]:
@@ -222,25 +223,19 @@ class _Block:
         # F(x) and a row of ones. Rows at a distance of a power of two share few cache lines, which costs time.
         self.features = torch.ones(g, work.features + 1, c + ROW_PADDING, **work.new)[..., :c]
         self.features_T = self.features.mT
-        self.expand: _Products | _Waves | None = None
+        self.expand: Products | Waves | None = None
         if work.features:
             projected = torch.empty(g, work.rows.shape[-2], c + ROW_PADDING, **work.new)[..., :c]
             self.made = self.features[:, :-1]
             if work.folded.widths is None:
-                self.expand = _Waves(projected, self.made)
+                self.expand = Waves(projected, self.made)
             else:
-                self.expand = _Products(projected, self.made, work.folded.widths)
+                self.expand = Products(projected, self.made, work.folded.widths)
 
     def read_tokens(self, x: Tensor, rows: Tensor, keep: Tensor | None = None, backward: bool = False) -> None:
         """Normalise x (g, c, d) and compute its features."""
-        self.read = self.x = x.to(self.columns.dtype)
-        if self.folded.normalise == "centred":
-            self.x, *self.statistics = unit_rows_in_cache(self.x, self.folded.eps)
-        elif self.folded.normalise == "unit":
-            self.inverse = inverse_norm(self.x, self.folded.eps)
-            self.x = self.x * self.inverse
-        elif keep is not None and self.mask_tokens:
-            self.x = self.x * keep  # masking the values is not enough: the powers of a huge key overflow
+        self.tokens = Tokens(x.to(self.columns.dtype), self.folded, keep if self.mask_tokens else None)
+        self.x = self.tokens.x
         self.x_T = self.x.mT
         if self.expand:
             torch.bmm(rows, self.x_T, out=self.expand.projected)
@@ -277,73 +272,16 @@ class _Block:
     def backward(self, T: _Sums, rows: Tensor, grad_rows: Tensor | None, grad_x: Tensor) -> None:
         """From `columns`, the gradient of [x, F, 1] T, compute the gradient of x as it was before normalisation."""
         direct = self.folded.normalise == "no" and grad_x.dtype == self.columns.dtype
-        grad = grad_x if direct else torch.empty_like(self.read)
+        grad = grad_x if direct else torch.empty(grad_x.shape, dtype=self.columns.dtype, device=grad_x.device)
         if self.linear:
             torch.bmm(self.columns, T.x_T, out=grad)
         else:
             grad.zero_()
         if self.expand:
-            back = self.expand.backward(T.features, self.columns_T)
+            torch.bmm(T.features, self.columns_T, out=self.expand.scratch)
+            back = self.expand.backward()
             grad.baddbmm_(back.mT, rows)
             if grad_rows is not None:
                 grad_rows.baddbmm_(back, self.x)
-        if self.folded.normalise == "centred":
-            grad = unit_rows_backward(grad, self.read, self.folded.eps, *self.statistics)
-        elif self.folded.normalise == "unit":
-            tangent(grad, self.x).mul_(self.inverse)
         if not direct:
-            grad_x.copy_(grad)
-
-
-class _Products:
-    """F_i = prod_j P_ij. Features are sorted by falling degree: the first widths[j] have a factor j, all have two."""
-
-    def __init__(self, projected: Tensor, product: Tensor, widths: tuple[int, ...]):
-        self.projected, self.product = projected, product
-        self.first, self.second, *factors = projected.split(widths, 1)
-        self.deep_projected = projected[:, 2 * widths[0] :]
-        self.before = torch.empty_like(self.deep_projected)
-        # For the third factor, the fourth, ...: the products that have it, the factor, those products before it.
-        parts = (product[:, :width] for width in widths[2:])
-        self.deep = list(zip(parts, factors, self.before.split(widths[2:], 1), strict=True))
-
-    def forward(self, backward: bool) -> None:
-        torch.mul(self.first, self.second, out=self.product)
-        for part, factor, before in self.deep:
-            if backward:
-                before.copy_(part)
-            part.mul_(factor)
-
-    def backward(self, T: Tensor, columns_T: Tensor) -> Tensor:
-        """The gradient of the projections (g, W, c), in their place, with the first two factors exchanged."""
-        torch.bmm(T, columns_T, out=self.product)  # from here on the gradient of the product
-        for part, factor, before in reversed(self.deep):
-            before.mul_(part)  # the gradient of the factor
-            part.mul_(factor)
-        self.first.mul_(self.product)
-        self.second.mul_(self.product)
-        self.deep_projected.copy_(self.before)
-        return self.projected
-
-    @staticmethod
-    def exchanged(rows: Tensor, widths: tuple[int, ...]) -> Tensor:
-        """The rows in the order of what `backward` returns."""
-        first, second, deep = rows.split([widths[0], widths[0], rows.shape[1] - 2 * widths[0]], 1)
-        return torch.cat([second, first, deep], 1)
-
-
-class _Waves:
-    """F = [sin P, cos P]."""
-
-    def __init__(self, projected: Tensor, waves: Tensor):
-        self.projected = projected
-        self.sine, self.cosine = waves.chunk(2, 1)
-
-    def forward(self, backward: bool) -> None:
-        torch.sin(self.projected, out=self.sine)
-        torch.cos(self.projected, out=self.cosine)
-
-    def backward(self, T: Tensor, columns_T: Tensor) -> Tensor:
-        """The gradient of the projections (g, W, c)."""
-        grad_sine, grad_cosine = torch.bmm(T, columns_T).chunk(2, 1)
-        return torch.mul(grad_sine, self.cosine, out=self.projected).addcmul_(grad_cosine, self.sine, value=-1)
+            grad_x.copy_(self.tokens.backward(grad))

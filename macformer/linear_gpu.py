@@ -35,7 +35,7 @@ class LinearAttentionGPU(torch.autograd.Function):
     ) -> Tensor:
         e, dtype = v.shape[-1], torch.promote_types(q.dtype, torch.float32)
         keep = torch.ones_like(k[:, :1, :, :1], dtype=dtype) if mask is None else mask[:, None, :, None].to(dtype)
-        floor = folded.floor * keep.sum(2, keepdim=True).clamp(min=1)
+        floor = folded.floors(keep.sum(2, keepdim=True))
         values = keep.new_empty(*v.shape[:-1], e + 1 + -(e + 1) % ALIGNED)  # V' = [V, 1, 0 ..], of kept keys alone
         torch.mul(v, keep, out=values[..., :e])
         values[..., e:] = F.pad(keep, (0, -(e + 1) % ALIGNED))

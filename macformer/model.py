@@ -5,7 +5,7 @@ Shapes: B batch, n length, H heads, d head width. Token id 0 is padding.
 
 import inspect
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from macformer import cache_blocks
 from macformer.check import require_int
 from macformer.dropout import Dropout
 from macformer.ppsbn import PreSBN
+
+Direction = Literal["both", "causal", "backward"]  # a token sees all | those up to itself | those from itself on
 
 
 class MultiHead(nn.Module):
@@ -28,13 +30,21 @@ class MultiHead(nn.Module):
         attention: Callable[[], nn.Module],
         pre_sbn: Callable[..., PreSBN] | None,
         post_sbn: Callable[..., nn.Module] | None,
+        direction: Direction = "both",
     ):
         super().__init__()
-        self.heads = heads
+        self.heads, self.direction = heads, direction
         self.to_q = nn.Linear(width, heads * head_dim)
         self.to_k = nn.Linear(width, heads * head_dim)
         self.to_v = nn.Linear(width, heads * head_dim)
         self.attention = attention()
+        if direction not in get_args(Direction):
+            raise ValueError(f"direction={direction!r} is not known; choose one of {', '.join(get_args(Direction))}")
+        if direction != "both" and "causal" not in inspect.signature(self.attention.forward).parameters:
+            name = type(self.attention).__name__
+            raise ValueError(
+                f"direction={direction} needs an argument `causal`, which the forward of {name} does not have"
+            )
         self.pre_q = pre_sbn(heads=heads, head_dim=head_dim) if pre_sbn else None
         self.pre_k = pre_sbn(heads=heads, head_dim=head_dim) if pre_sbn else None
         absorb = getattr(self.attention, "absorb", None)
@@ -43,26 +53,27 @@ class MultiHead(nn.Module):
         self.post = post_sbn(heads=heads, head_dim=head_dim) if post_sbn else None
         self.out = nn.Linear(heads * head_dim, width)
 
-    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
         """Queries of x (B, n, width), keys and values of y (B, m, width), mask (B, m) -> (B, n, heads * head_dim)."""
         if x is y and not x.is_cpu:  # one product: fewer launches, and x is cast to half precision once
             maps = self.to_q, self.to_k, self.to_v
             weight, bias = torch.cat([m.weight for m in maps]), torch.cat([m.bias for m in maps])
             q, k, v = F.linear(x, weight, bias).chunk(3, -1)
-            return self.attend_heads(q, k, v, mask, causal)
-        return self.attend_heads(self.to_q(x), self.to_k(y), self.to_v(y), mask, causal)
+            return self.attend_heads(q, k, v, mask)
+        return self.attend_heads(self.to_q(x), self.to_k(y), self.to_v(y), mask)
 
-    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """All between the projections: q (B, n, heads * head_dim), k and v (B, m, ...)."""
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         if self.pre_q and self.pre_k:
             q, k = self.pre_q(q, mask), self.pre_k(k, mask)
-        if not causal:
+        if self.direction == "both":
             attended = self.attention(q, k, v, mask)
-        elif "causal" in inspect.signature(self.attention.forward).parameters:
+        elif self.direction == "causal":
             attended = self.attention(q, k, v, mask, causal=True)
-        else:
-            raise ValueError(f"{type(self.attention).__name__} cannot be causal: its forward has no argument `causal`")
+        else:  # padding comes first then: masked, so that each text is read from its own end
+            q, k, v = (x.flip(2) for x in (q, k, v))
+            attended = self.attention(q, k, v, None if mask is None else mask.flip(1), causal=True).flip(2)
         if self.post:
             attended = self.post(attended)
         return attended.transpose(1, 2).flatten(-2)
@@ -115,6 +126,7 @@ class Classifier(nn.Module):
         head_width: int,
         dropout: float,
         pooling: Literal["padded", "masked"],
+        direction: Direction,
         attention: Callable[[], nn.Module],
         pre_sbn: Callable[..., PreSBN] | None,
         post_sbn: Callable[..., nn.Module] | None,
@@ -130,7 +142,9 @@ class Classifier(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.02)
         self.drop = Dropout(dropout)
         self.layers = nn.ModuleList(
-            Layer(MultiHead(width, heads, head_dim, attention, pre_sbn, post_sbn), width, feedforward, dropout)
+            Layer(
+                MultiHead(width, heads, head_dim, attention, pre_sbn, post_sbn, direction), width, feedforward, dropout
+            )
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)

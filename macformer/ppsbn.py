@@ -142,19 +142,25 @@ class PostSBN(nn.Module):
     With y = gamma x: out = y (y^2 + BEND^2)^((beta-1)/2). It is odd, exactly gamma x at beta = 1, and
     |y|^beta with the sign of y for |y| well above BEND. gamma = exp(g) and beta = exp(b) stay positive; g and b
     start at zero. One pair a channel, shared by the heads, as in the release; or one a head and channel.
+    power=False: out = gamma x, without beta, as in the one commit of the release that can be trained.
     For the backward pass it keeps x alone.
     """
 
-    def __init__(self, heads: int, head_dim: int, per_head: bool = False):
+    def __init__(self, heads: int, head_dim: int, per_head: bool = False, power: bool = True):
         super().__init__()
         shape = (heads if per_head else 1, 1, head_dim)
         self.log_gamma = nn.Parameter(torch.zeros(shape))
-        self.log_beta = nn.Parameter(torch.zeros(shape))
+        self.power = power
+        if power:
+            self.log_beta = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, n, d) -> (B, H, n, d), in float32 or wider."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        log_gamma, log_beta = self.log_gamma.to(dtype), self.log_beta.to(dtype)
+        log_gamma = self.log_gamma.to(dtype)
+        if not self.power:
+            return x * log_gamma.exp()
+        log_beta = self.log_beta.to(dtype)
         if x.is_cpu and not torch.compiler.is_compiling():
             return _PowerCPU.apply(x, log_gamma, log_beta)
         gamma, exponent = log_gamma.exp(), (log_beta.exp() - 1) / 2

@@ -110,11 +110,11 @@ def test_the_tests_of_kernels_hold_for_one_of_ones_own(mine: Path, monkeypatch: 
 
 def test_an_attention_without_a_causal_form_says_so(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(mine)
-    attend = MultiHead(8, 2, 4, importlib.import_module("average").AverageAttention, None, None)
-    x = torch.randn(1, 5, 8)
-    assert attend(x, x, None).shape == (1, 5, 8)
-    with pytest.raises(ValueError, match=r"^AverageAttention cannot be causal: its forward has no argument `causal`$"):
-        attend(x, x, None, causal=True)
+    average, x = importlib.import_module("average").AverageAttention, torch.randn(1, 5, 8)
+    assert MultiHead(8, 2, 4, average, None, None)(x, x, None).shape == (1, 5, 8)
+    says = r"^direction=causal needs an argument `causal`, which the forward of AverageAttention does not have$"
+    with pytest.raises(ValueError, match=says):
+        MultiHead(8, 2, 4, average, None, None, "causal")
 
 
 def test_the_floors_are_those_of_the_file() -> None:

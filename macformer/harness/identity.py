@@ -20,11 +20,15 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 DEFAULTS: dict[str, Any] = (
     {"device": "cpu", "threads": 1}
     | flatten({"_target_": "Classifier", "width": 64, "heads": 2, "head_dim": 32, "layers": 2}, "model")
-    | flatten({"feedforward": 128, "head_width": 128, "dropout": 0.1, "pooling": "padded"}, "model")
+    | flatten(
+        {"feedforward": 128, "head_width": 128, "dropout": 0.1, "pooling": "padded", "direction": "both"}, "model"
+    )
     | flatten({"_target_": "RMFAttention", "head_dim": 32, "features": 128, "kernel": "exp"}, "model.attention")
-    | flatten({"sampling": "paper", "p": 2.0, "redraw": None, "implementation": "explicit"}, "model.attention")
+    | flatten(
+        {"sampling": "paper", "p": 2.0, "redraw": None, "clamp": None, "implementation": "explicit"}, "model.attention"
+    )
     | flatten({"_target_": "PreSBN", "eps": 1e-13, "statistics": "token"}, "model.pre_sbn")
-    | flatten({"_target_": "PostSBN", "per_head": False}, "model.post_sbn")
+    | flatten({"_target_": "PostSBN", "per_head": False, "power": True}, "model.post_sbn")
     | flatten({"_target_": "load", "length": 2048, "min_length": 500, "max_length": 2000, "seed": 0}, "task.data")
     | flatten({"brackets": False, "dev": "test"}, "task.data")
     | flatten({"train": 96000, "dev": 2000, "test": 2000}, "task.data.examples")

@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """x (B, m, width), memory (B, n, width) and its mask (B, n) -> (B, m, width); no position sees a later one."""
         drop, normed = self.drop, self.norm_attend(x)
-        x = x + drop(self.attend.out(self.attend(normed, normed, None, causal=True)))
+        x = x + drop(self.attend.out(self.attend(normed, normed, None)))
         x = x + drop(self.cross.out(self.cross(self.norm_cross(x), memory, mask)))
         return x + drop(self.second(drop(F.gelu(self.first(self.norm(x))))))
 
@@ -119,7 +119,7 @@ class Seq2Seq(nn.Module):
         sizes = width, settings.feedforward, dropout
         self.encoder = nn.ModuleList(Layer(attend(), *sizes) for _ in layers)
         self.norm_encoder = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(DecoderLayer(attend(), attend(), *sizes) for _ in layers)
+        self.decoder = nn.ModuleList(DecoderLayer(attend(direction="causal"), attend(), *sizes) for _ in layers)
         self.norm_decoder = nn.LayerNorm(width)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:

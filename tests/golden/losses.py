@@ -33,6 +33,10 @@ TRANSLATORS: dict[str, tuple[dict[str, bool], Any]] = {  # name of the golden fi
     "seq2seq_ppsbn": (WITH, None),
     "seq2seq_rmfa": (WITH, partial(RMFAttention, head_dim=16)),
 }
+DIRECTED = {  # name of the golden file -> what is said on the command line
+    "macformer_exp_causal": ["model=macformer_exp", "model.direction=causal"],
+    "rfa_backward": ["model=rfa", "model.direction=backward"],
+}
 SIZES = {"width": 32, "heads": 2, "head_dim": 16, "layers": 1, "feedforward": 32, "vocabulary": 400}
 SCHEDULE = {"epochs": 1, "steps_per_epoch": 20, "warmup_steps": 5}
 
@@ -41,7 +45,7 @@ def first_losses(name: str, data: str) -> list[float]:
     torch.set_num_threads(1)
     if name in TRANSLATORS:
         return first_losses_of_translator(*TRANSLATORS[name], Path(data))
-    config = configs.compose(f"model={name}", "task=listops", *OVERRIDES)
+    config = configs.compose(*DIRECTED.get(name, [f"model={name}"]), "task=listops", *OVERRIDES)
     task = configs.build(config, "task.data", folder=data)
     torch.manual_seed(config.seed)
     model = configs.build(config, "model", **asdict(task.spec))

@@ -1,0 +1,229 @@
+"""The causal sum: linear attention in which a token sees the keys up to its own, j <= i.
+
+With the features x of a query and y of a key, both [F, sqrt(c0), L .] where A = L^T L, and v' = [v, 1]:
+
+    [numerator, denominator]_i = x_i T + sum_(j <= i in its chunk) (x_i . y_j) v'_j,    T = sum_(j before it) y_j v'_j^T
+
+Tokens are cut into chunks. What lies before a chunk is seen through T, the running sum; the chunk itself through
+explicit weights, a small triangle. The backward pass goes from the last chunk to the first with U, the gradient of T.
+
+One head at a time; on a CPU some of its tokens at a time, so that what is made of them stays in the cache.
+Shapes: B batch, H heads, n tokens, d width of a head, e width of a value, f features. A piece is t = g c tokens: c of
+each of g examples, in G chunks of s.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from macformer.features import FoldedMap
+from macformer.folded import ROW_PADDING, Products, Tokens, Waves, empty_heads, without_autocast
+
+CHUNK = 32  # a longer one wastes more on the upper triangle, a shorter one on many small products (docs/log.md)
+PIECE = 1024  # tokens, on a CPU
+
+Head = tuple[slice, int]  # some examples, one head
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap) -> Tensor:
+    n = q.shape[2]
+    if more := -n % min(CHUNK, max(n, 1)):  # behind the last token, which does not see it
+        q, k, v = (F.pad(x, (0, 0, 0, more)) for x in (q, k, v))
+        mask = None if mask is None else F.pad(mask, (0, more))
+    return _CausalAttention.apply(q, k, v, mask, rows, folded)[:, :, :n]
+
+
+class _CausalAttention(torch.autograd.Function):
+    """Features are computed again in the backward pass. It has no second derivative."""
+
+    @staticmethod
+    @without_autocast
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap
+    ) -> Tensor:
+        work = _Work(q, k, v, mask, rows, folded)
+        out = empty_heads(q, work.new["dtype"], v.shape[-1])
+        denominators = torch.empty(*q.shape[:-1], 1, **work.new)
+        starts: list[Tensor] = []  # T before each piece
+        for head, pieces in work.heads():
+            T = work.no_sum(head)
+            for at in pieces:
+                piece = work.read(head, at)
+                starts.append(T)
+                before, T = piece.running_sums(piece.y, piece.values, T)
+                product = torch.bmm(piece.x.mT, before, out=piece.product)
+                product.baddbmm_(piece.triangle(piece.x, piece.y, piece.weights), piece.values)
+                product = product.view(*out[head][:, at].shape[:2], -1)
+                denominator = torch.maximum(product[..., -1:], work.floor[head[0], at], out=denominators[head][:, at])
+                torch.div(product[..., :-1], denominator, out=out[head][:, at])
+        ctx.save_for_backward(q, k, v, mask, rows, out, denominators, *starts)
+        ctx.folded = folded
+        return out.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    @without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, mask, rows, out, denominators, *starts = ctx.saved_tensors
+        work = _Work(q, k, v, mask, rows, ctx.folded)
+        grad_q, grad_k, grad_v = (empty_heads(x, x.dtype) for x in (q, k, v))
+        grad_rows = torch.zeros(work.rows.shape, **work.new) if ctx.needs_input_grad[4] else None
+        for head, pieces in reversed(work.heads()):
+            U = work.no_sum(head)
+            for at in reversed(pieces):
+                piece, T = work.read(head, at, backward=True), starts.pop()
+                of_queries = (x[head][:, at] for x in (grad, out, denominators))
+                G = piece.read_gradient(work.floor[head[0], at], *of_queries)
+                before, _ = piece.running_sums(piece.y, piece.values, T)
+                after, U = piece.running_sums(piece.x, G, U, from_the_end=True)
+                weights = piece.triangle(piece.x, piece.y, piece.weights)
+                grad_weights = piece.triangle(G.mT, piece.values.mT, piece.grad_weights)
+
+                grad_values = torch.bmm(piece.y.mT, after, out=piece.product).baddbmm_(weights.mT, G)
+                of_v = grad_v[head][:, at]
+                torch.mul(grad_values[..., :-1].reshape(of_v.shape), work.keep[head[0], at], out=of_v)
+                grad_x = torch.bmm(before, G.mT, out=piece.grad_x).baddbmm_(piece.y, grad_weights.mT)
+                grad_y = torch.bmm(after, piece.values.mT, out=piece.grad_y).baddbmm_(piece.x, grad_weights)
+                for side, grad_side, of_tokens in ((piece.queries, grad_x, grad_q), (piece.keys, grad_y, grad_k)):
+                    result = of_tokens[head][:, at]
+                    back = side.backward(
+                        grad_side, work.back_rows[head[1]], None if grad_rows is None else grad_rows[head[1]]
+                    )
+                    result.copy_(back.view(result.shape))
+        if grad_rows is not None:
+            grad_rows = grad_rows.sum_to_size(rows.shape).to(rows.dtype)
+        return grad_q, grad_k, grad_v, None, grad_rows, None
+
+
+class _Work:
+    """What the pieces of one call share, and how the call is cut into them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap):
+        self.tokens, self.folded, self.masked = (q, k, v), folded, mask is not None
+        B, H, n, _ = q.shape
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.new: dict[str, Any] = {"dtype": dtype, "device": q.device}
+        self.keep = torch.ones(B, n, 1, **self.new) if mask is None else mask.to(dtype).unsqueeze(-1)
+        self.floor = folded.floors(self.keep.cumsum(1))
+        self.chunk = max(1, min(CHUNK, n))
+        self.lower = torch.ones(self.chunk, self.chunk, **self.new).tril_()
+        rows = back = rows.to(dtype)
+        if folded.widths is None:
+            self.features, self.linear = 2 * rows.shape[1], 0
+        else:
+            root = rows.new_empty(0, rows.shape[2]) if folded.root is None else folded.root.to(dtype)
+            back = torch.cat([root, Products.exchanged(rows, folded.widths)[0]])[None] if folded.widths else root[None]
+            rows = torch.cat([root, rows[0]])[None]
+            self.linear = len(root)
+            self.features = (folded.widths[0] if folded.widths else 0) + 1 + self.linear
+        self.rows, self.back_rows = rows.expand(H, -1, -1), back.expand(H, -1, -1)
+        self.columns = v.shape[-1] + 1
+        self.piece = B * n if not q.is_cpu else max(PIECE // self.chunk * self.chunk, self.chunk)
+        self.made: dict[tuple[int, int], _Piece] = {}
+
+    def heads(self) -> list[tuple[Head, list[slice]]]:
+        """Examples and head that are computed together, and the tokens that are."""
+        B, H, n, _ = self.tokens[0].shape
+        g = max(1, self.piece // max(1, n))
+        c = math.ceil(n / max(1, math.ceil(n / self.piece)) / self.chunk) * self.chunk
+        pieces = [slice(start, start + c) for start in range(0, n, c)] if n else []
+        return [((slice(b, b + g), h), pieces) for b in range(0, B, g) for h in range(H)]
+
+    def no_sum(self, head: Head) -> Tensor:
+        return torch.zeros(len(self.keep[head[0]]), self.features, self.columns, **self.new)
+
+    def read(self, head: Head, at: slice, backward: bool = False) -> "_Piece":
+        q, k, v = (x[head][:, at] for x in self.tokens)
+        keep, rows = self.keep[head[0], at], self.rows[head[1]]
+        g, c = q.shape[:2]
+        if (g, c) not in self.made:
+            self.made[g, c] = _Piece(self, g, c)
+        piece = self.made[g, c]
+        piece.queries.read(q, rows, None, backward)
+        piece.keys.read(k, rows, keep if self.masked else None, backward)
+        values = piece.values.view(g, c, -1)
+        torch.mul(v, keep, out=values[..., :-1])
+        values[..., -1:] = keep
+        return piece
+
+
+class _Piece:
+    """Memory for c tokens of each of g examples, made once and used again."""
+
+    def __init__(self, work: _Work, g: int, c: int):
+        self.examples, self.lower, s = g, work.lower, work.chunk
+        self.queries, self.keys = _Side(work, g * c), _Side(work, g * c)
+        self.x, self.y = self.queries.chunks, self.keys.chunks  # (G, f, s)
+        G = g * c // s
+        self.values, self.gradient, self.product = (torch.empty(G, s, work.columns, **work.new) for _ in range(3))
+        self.weights, self.grad_weights = (torch.empty(G, s, s, **work.new) for _ in range(2))
+        self.grad_x, self.grad_y = (torch.empty(G, work.features, s, **work.new) for _ in range(2))
+        self.earlier = torch.ones(c // s, c // s, **work.new).tril_(-1).expand(g, -1, -1)
+
+    def running_sums(
+        self, x: Tensor, columns: Tensor, start: Tensor, from_the_end: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """start + the sum of x columns over all earlier chunks (or later ones), for each chunk; and over all."""
+        sums = torch.bmm(x, columns)
+        by_example, at_first = sums.view(self.examples, -1, sums.shape[1:].numel()), start.flatten(1).unsqueeze(1)
+        before = torch.baddbmm(at_first, self.earlier.mT if from_the_end else self.earlier, by_example)
+        return before.view(sums.shape), (at_first + by_example.sum(1, keepdim=True)).view(start.shape)
+
+    def triangle(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+        """x^T y of each chunk, for j <= i."""
+        return torch.bmm(x.mT, y, out=out).mul_(self.lower)
+
+    def read_gradient(self, floor: Tensor, grad_out: Tensor, out: Tensor, denominator: Tensor) -> Tensor:
+        """The gradient of [numerator, denominator]; a floored denominator has none."""
+        columns = self.gradient.view(*grad_out.shape[:2], -1)
+        torch.div(grad_out, denominator, out=columns[..., :-1])
+        total = (columns[..., :-1] * out).sum(-1, keepdim=True).neg_()
+        torch.mul(total, denominator > floor, out=columns[..., -1:])
+        return self.gradient
+
+
+class _Side:
+    """The features of the queries or of the keys of a piece."""
+
+    def __init__(self, work: _Work, tokens: int):
+        self.folded, folded = work.folded, work.folded
+        # The rows: F, sqrt(c0), L x, P. The features are the first of them, what is projected the last.
+        self.table = torch.empty(work.features - work.linear + work.rows.shape[1], tokens + ROW_PADDING, **work.new)[
+            :, :tokens
+        ]
+        self.features, self.projected = self.table[: work.features], self.table[work.features - work.linear :]
+        self.chunks = self.features.unflatten(1, (-1, work.chunk)).transpose(0, 1)  # (G, f, s)
+        P = self.projected[work.linear :].unsqueeze(0)
+        self.expand: Products | Waves | None = None
+        if folded.widths is None:
+            self.expand = Waves(P, self.features.unsqueeze(0))
+            self.scratch = self.expand.scratch[0]
+        else:
+            self.scratch = self.features
+            if folded.widths:
+                self.expand = Products(P, self.features[: folded.widths[0]].unsqueeze(0), folded.widths)
+            self.constant = self.table[work.features - work.linear - 1]
+            self.chunked = work.chunk
+
+    def read(self, x: Tensor, rows: Tensor, keep: Tensor | None, backward: bool) -> None:
+        self.tokens = Tokens(x.to(self.table.dtype), self.folded, keep)
+        self.x = self.tokens.x.reshape(-1, x.shape[-1])
+        torch.mm(rows, self.x.mT, out=self.projected)
+        if self.folded.widths is not None:
+            self.constant.fill_(self.folded.constant**0.5)
+        if self.expand:
+            self.expand.forward(backward)
+
+    def backward(self, grad: Tensor, rows: Tensor, grad_rows: Tensor | None) -> Tensor:
+        """The gradient of the tokens from that of their features, (G, f, s)."""
+        self.scratch.unflatten(1, (len(grad), -1)).copy_(grad.transpose(0, 1))
+        if self.expand:
+            self.expand.backward()
+        if grad_rows is not None:
+            grad_rows.addmm_(self.projected, self.x)
+        back = self.projected.mT @ rows
+        return self.tokens.backward(back.view(self.tokens.read.shape))
