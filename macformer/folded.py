@@ -25,18 +25,26 @@ def check_square(q: Tensor, k: Tensor) -> None:
 
 
 def plain_attention(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, mask: Tensor | None, floor: float, causal: bool = False
+    phi_q: Tensor,
+    phi_k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    floor: float,
+    causal: bool = False,
+    per_key: bool = True,
 ) -> Tensor:
     """The definition: out_i = phi_q_i . sum_j phi_k_j v_j / max(phi_q_i . sum_j phi_k_j, floor n_i).
 
-    n_i is the number of keys that i sees. Time and memory O(n m): the reference of tests and benchmarks.
+    n_i is the number of keys that i sees, or 1 if the floor is not per key. Time and memory O(n m): the reference of
+    tests and benchmarks.
     """
     weights = phi_q @ phi_k.mT
     ones = torch.ones_like(weights) if mask is None else mask[:, None, None, :].to(v.dtype).expand_as(weights)
     if causal:
         weights, ones = weights.tril(), ones.tril()
     weights = weights * ones
-    return weights @ v / torch.maximum(weights.sum(-1, keepdim=True), floor * ones.sum(-1, keepdim=True).clamp(min=1))
+    floors = floor * ones.sum(-1, keepdim=True).clamp(min=1) if per_key else torch.full_like(weights[..., :1], floor)
+    return weights @ v / torch.maximum(weights.sum(-1, keepdim=True), floors)
 
 
 def folded_attention(

@@ -88,12 +88,9 @@ class _CausalAttention(torch.autograd.Function):
                 torch.mul(grad_values[..., :-1].reshape(of_v.shape), work.keep[head[0], at], out=of_v)
                 grad_x = torch.bmm(before, G.mT, out=piece.grad_x).baddbmm_(piece.y, grad_weights.mT)
                 grad_y = torch.bmm(after, piece.values.mT, out=piece.grad_y).baddbmm_(piece.x, grad_weights)
+                maps = work.back_rows[head[1]], None if grad_rows is None else grad_rows[head[1]]
                 for side, grad_side, of_tokens in ((piece.queries, grad_x, grad_q), (piece.keys, grad_y, grad_k)):
-                    result = of_tokens[head][:, at]
-                    back = side.backward(
-                        grad_side, work.back_rows[head[1]], None if grad_rows is None else grad_rows[head[1]]
-                    )
-                    result.copy_(back.view(result.shape))
+                    of_tokens[head][:, at] = side.backward(grad_side, *maps)
         if grad_rows is not None:
             grad_rows = grad_rows.sum_to_size(rows.shape).to(rows.dtype)
         return grad_q, grad_k, grad_v, None, grad_rows, None
@@ -110,16 +107,13 @@ class _Work:
         self.keep = torch.ones(B, n, 1, **self.new) if mask is None else mask.to(dtype).unsqueeze(-1)
         self.floor = folded.floors(self.keep.cumsum(1))
         self.chunk = max(1, min(CHUNK, n))
-        self.lower = torch.ones(self.chunk, self.chunk, **self.new).tril_()
         rows = back = rows.to(dtype)
-        if folded.widths is None:
-            self.features, self.linear = 2 * rows.shape[1], 0
-        else:
-            root = rows.new_empty(0, rows.shape[2]) if folded.root is None else folded.root.to(dtype)
-            back = torch.cat([root, Products.exchanged(rows, folded.widths)[0]])[None] if folded.widths else root[None]
-            rows = torch.cat([root, rows[0]])[None]
-            self.linear = len(root)
-            self.features = (folded.widths[0] if folded.widths else 0) + 1 + self.linear
+        self.features, self.linear = 2 * rows.shape[1], 0
+        if folded.root is not None and folded.widths is not None:
+            root, self.linear = folded.root.to(dtype).unsqueeze(0), len(folded.root)
+            self.features = sum(folded.widths[:1]) + 1 + self.linear
+            back = torch.cat([root, Products.exchanged(rows, folded.widths) if folded.widths else rows], 1)
+            rows = torch.cat([root, rows], 1)
         self.rows, self.back_rows = rows.expand(H, -1, -1), back.expand(H, -1, -1)
         self.columns = v.shape[-1] + 1
         self.piece = B * n if not q.is_cpu else max(PIECE // self.chunk * self.chunk, self.chunk)
@@ -155,7 +149,7 @@ class _Piece:
     """Memory for c tokens of each of g examples, made once and used again."""
 
     def __init__(self, work: _Work, g: int, c: int):
-        self.examples, self.lower, s = g, work.lower, work.chunk
+        self.examples, s = g, work.chunk
         self.queries, self.keys = _Side(work, g * c), _Side(work, g * c)
         self.x, self.y = self.queries.chunks, self.keys.chunks  # (G, f, s)
         G = g * c // s
@@ -175,7 +169,7 @@ class _Piece:
 
     def triangle(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
         """x^T y of each chunk, for j <= i."""
-        return torch.bmm(x.mT, y, out=out).mul_(self.lower)
+        return torch.bmm(x.mT, y, out=out).tril_()
 
     def read_gradient(self, floor: Tensor, grad_out: Tensor, out: Tensor, denominator: Tensor) -> Tensor:
         """The gradient of [numerator, denominator]; a floored denominator has none."""
@@ -187,43 +181,37 @@ class _Piece:
 
 
 class _Side:
-    """The features of the queries or of the keys of a piece."""
+    """The features of the queries of a piece, or of its keys."""
 
     def __init__(self, work: _Work, tokens: int):
-        self.folded, folded = work.folded, work.folded
-        # The rows: F, sqrt(c0), L x, P. The features are the first of them, what is projected the last.
-        self.table = torch.empty(work.features - work.linear + work.rows.shape[1], tokens + ROW_PADDING, **work.new)[
-            :, :tokens
-        ]
-        self.features, self.projected = self.table[: work.features], self.table[work.features - work.linear :]
+        self.folded, self.linear = work.folded, work.linear
+        before = work.features - self.linear
+        # The rows of the table: F, sqrt(c0), L x, P. The first of them are the features, the last are projected.
+        table = torch.empty(before + work.rows.shape[1], tokens + ROW_PADDING, **work.new)[:, :tokens]
+        self.features, self.projected, self.constant = table[: work.features], table[before:], table[before - 1]
         self.chunks = self.features.unflatten(1, (-1, work.chunk)).transpose(0, 1)  # (G, f, s)
-        P = self.projected[work.linear :].unsqueeze(0)
+        P, widths = self.projected[self.linear :].unsqueeze(0), work.folded.widths
         self.expand: Products | Waves | None = None
-        if folded.widths is None:
+        if widths is None:
             self.expand = Waves(P, self.features.unsqueeze(0))
-            self.scratch = self.expand.scratch[0]
-        else:
-            self.scratch = self.features
-            if folded.widths:
-                self.expand = Products(P, self.features[: folded.widths[0]].unsqueeze(0), folded.widths)
-            self.constant = self.table[work.features - work.linear - 1]
-            self.chunked = work.chunk
+        elif widths:
+            self.expand = Products(P, self.features[: widths[0]].unsqueeze(0), widths)
+        self.scratch = self.expand.scratch[0] if isinstance(self.expand, Waves) else self.features
 
     def read(self, x: Tensor, rows: Tensor, keep: Tensor | None, backward: bool) -> None:
-        self.tokens = Tokens(x.to(self.table.dtype), self.folded, keep)
+        self.tokens = Tokens(x.to(self.features.dtype), self.folded, keep)
         self.x = self.tokens.x.reshape(-1, x.shape[-1])
         torch.mm(rows, self.x.mT, out=self.projected)
-        if self.folded.widths is not None:
-            self.constant.fill_(self.folded.constant**0.5)
         if self.expand:
             self.expand.forward(backward)
+        if self.folded.widths is not None:
+            self.constant.fill_(self.folded.constant**0.5)
 
     def backward(self, grad: Tensor, rows: Tensor, grad_rows: Tensor | None) -> Tensor:
-        """The gradient of the tokens from that of their features, (G, f, s)."""
+        """The gradient of the tokens, (g, c, d), from that of their features, (G, f, s)."""
         self.scratch.unflatten(1, (len(grad), -1)).copy_(grad.transpose(0, 1))
         if self.expand:
             self.expand.backward()
         if grad_rows is not None:
             grad_rows.addmm_(self.projected, self.x)
-        back = self.projected.mT @ rows
-        return self.tokens.backward(back.view(self.tokens.read.shape))
+        return self.tokens.backward((self.projected.mT @ rows).view(self.tokens.read.shape))

@@ -97,6 +97,17 @@ def test_killed_at_many_moments(unharmed: Finished, tmp_path: Path) -> None:
     assert not list((tmp_path / "outputs").rglob("*.tmp"))
 
 
+def test_a_causal_run_goes_on(tmp_path: Path) -> None:
+    words = "model=macformer_inv_released", "trainer.steps=18"
+    reference, losses, _ = finish(tmp_path / "unharmed", *words)
+    killed = forked.run("-c", SUICIDE, "SIGKILL", "torch.optim.AdamW.step", "18", *arguments(tmp_path, *words))
+    assert killed.returncode == -signal.SIGKILL
+    record, again, printed = finish(tmp_path, *words)
+    assert "going on from step 15 " in printed
+    assert again == losses
+    assert what_was_learned(record) == what_was_learned(reference)
+
+
 def test_asked_to_stop(unharmed: Finished, tmp_path: Path) -> None:
     """In the 18th step. It saves first: that step is not lost, though the next checkpoint was far away."""
     words = "-c", SUICIDE, "SIGTERM", "torch.optim.AdamW.step", "18"

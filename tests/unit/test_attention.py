@@ -256,6 +256,8 @@ def test_a_module_takes_wider_inputs_and_can_be_halved(name: str) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"clamp=0\.0 must be above 0"):
+        RMFAttention(8, clamp=0.0)
     with pytest.raises(ValueError, match="choose one of explicit, checkpointed, sdpa"):
         SoftmaxAttention(implementation="flash")
     with pytest.raises(ValueError, match=r"dropout=1\.5"):
@@ -291,6 +293,11 @@ def test_telemetry_is_what_it_says(causal: bool) -> None:
     off, apart = attention(q, k, v, mask, causal) - exact, exact - mean
     assert told["error"] == pytest.approx(float(off[rows].square().sum() / apart[rows].square().sum()))
     assert told["floored"] == 0
+    uniform = (1 / seen.sum(-1))[rows].mean()
+    assert told["first_if_uniform"] == pytest.approx(float(uniform))
+    marked = torch.zeros_like(v)
+    marked[:, :, 0] = 1  # what of the first value comes out is its weight
+    assert told["first"] == pytest.approx(float(attention(q, k, marked, mask, causal)[..., 0][rows].mean()))
 
 
 def test_telemetry_counts_floored_denominators() -> None:
@@ -302,6 +309,17 @@ def test_telemetry_counts_floored_denominators() -> None:
     told = attention.telemetry(q, k, torch.ones(1, 1, 1, d))
     assert told["floored"] == 0.75
     assert told["logit_min"] == pytest.approx(-9 / math.sqrt(d))
+
+
+def test_a_clamp_is_no_floor_per_key_and_changes_nothing_above_it() -> None:
+    """Many keys that are seen at once: every denominator is about their number."""
+    inputs = [t.detach() for t in qkv(n=40, m=40)]
+    floored, clamped = (RMFAttention(d, 64, clamp=clamp, generator=seeded()).double() for clamp in (None, 1.0))
+    assert torch.equal(floored(*inputs), clamped(*inputs))
+    assert clamped.telemetry(*inputs)["floored"] == 0
+    q, _, v = (t[:, :, :1] for t in inputs)  # a single key, opposite to its query
+    assert clamped.telemetry(q, -9 * q, v)["floored"] > 0
+    assert not torch.equal(floored(q, -9 * q, v), clamped(q, -9 * q, v))
 
 
 def test_telemetry_without_a_token_is_empty() -> None:

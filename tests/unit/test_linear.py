@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from macformer import linear
+from macformer import linear, linear_causal
 from macformer.attention import RFAttention, RMFAttention, SoftmaxAttention
 from macformer.folded import FLOOR, plain_attention
 from macformer.harness.device import peak_bytes
@@ -32,8 +33,9 @@ def plain(attention: nn.Module, causal: bool = False) -> Callable[..., Tensor]:
         return lambda q, k, v, mask=None: plain_attention(
             *(attention.feature_map(F.normalize(x, dim=-1)) for x in (q, k)), v, mask, FLOOR, causal
         )
+    floor = attention.floor, causal, attention.clamp is None
     return lambda q, k, v, mask=None: plain_attention(
-        *(attention.feature_map(x * x.shape[-1] ** -0.25) for x in (q, k)), v, mask, attention.floor, causal
+        *(attention.feature_map(x * x.shape[-1] ** -0.25) for x in (q, k)), v, mask, *floor
     )
 
 
@@ -65,6 +67,8 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(Tensor, "is_cpu", False)
     elif request.param:
         monkeypatch.setattr(linear, "BLOCK", request.param)
+        monkeypatch.setattr(linear_causal, "PIECE", request.param // 10)
+        monkeypatch.setattr(linear_causal, "CHUNK", 8)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -128,12 +132,44 @@ def test_any_number_of_features(features: int) -> None:
         torch.testing.assert_close(both(attention, qkv(n=9, m=11)), both(plain(attention), qkv(n=9, m=11)))
 
 
-@pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 300])
-@pytest.mark.parametrize("make", [lambda: RMFAttention(16, 64, generator=seeded()), lambda: RFAttention(16, 32)])
-def test_causal_chunks_are_the_plain_definition(make: Callable[[], nn.Module], n: int) -> None:
-    attention = make().double()
-    inputs, mask = qkv(B=2, n=n, m=n), some_mask(2, n)
-    torch.testing.assert_close(both(attention, inputs, mask, causal=True), both(plain(attention, True), inputs, mask))
+CAUSAL: dict[str, Callable[[], nn.Module]] = {
+    **{sampling: partial(RMFAttention, 16, 64, "inv", sampling) for sampling in SAMPLINGS},
+    "one constant": lambda: RMFAttention(16, 1, generator=seeded(1)),
+    "a deep one": lambda: RMFAttention(16, 512, generator=seeded()),
+    "clamped": lambda: RMFAttention(16, 64, clamp=1.0, generator=seeded()),
+    "rfa": lambda: RFAttention(16, 32, generator=seeded()),
+    "rfa, a sigma a head": lambda: RFAttention(16, 32, 2, generator=seeded()),
+}
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("masked", [False, True])
+def test_causal_chunks_are_the_plain_definition(name: str, masked: bool) -> None:
+    """Shorter than a chunk, a chunk and more, several pieces; queries that see no key yet, an example without a key.
+
+    The gradient of the frequencies, too.
+    """
+    attention = CAUSAL[name]().double()
+    for n in (1, 2, 31, 32, 33, 300):
+        inputs, mask = qkv(B=3, n=n, m=n), some_mask(3, n) if masked else None
+        if mask is not None:
+            mask[0, : n // 2], mask[2] = False, False
+        trained = [*inputs, *attention.parameters()]
+        ours = both(lambda *x, mask=mask: attention(*x[:3], mask, causal=True), trained)
+        exact = both(lambda *x, mask=mask: plain(attention, True)(*x[:3], mask), trained)
+        torch.testing.assert_close(ours, exact)
+        if mask is not None:
+            assert not ours[0][0, :, : n // 2].any()
+
+
+@pytest.mark.usefixtures("blocks")
+def test_what_comes_later_has_no_influence() -> None:
+    """Not even in the last bit, however large."""
+    attention, (q, k, v) = RMFAttention(16, 512, generator=seeded()), qkv(dtype=torch.float32)
+    expected = attention(q, k, v, causal=True)[:, :, :30]
+    later = [torch.cat([x[:, :, :30], 100 * x[:, :, 30:]], 2) for x in (k, v)]
+    assert torch.equal(attention(q, *later, causal=True)[:, :, :30], expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -160,34 +196,39 @@ def test_gradcheck(make: Callable[[], nn.Module], causal: bool) -> None:
 
 
 @pytest.mark.usefixtures("blocks")
-def test_masked_keys_and_values_may_be_huge() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_keys_and_values_may_be_huge(causal: bool) -> None:
     """The ninth power of 1e20 is infinite, and would be NaN if it were multiplied by 0 afterwards."""
     attention, (q, k, v), mask = RMFAttention(16, 512, generator=seeded()), qkv(dtype=torch.float32), some_mask(3, 40)
     assert attention.feature_map.degrees.max() > 4
     hidden = ~mask[:, None, :, None]
     zero, huge = ([q, *(x.detach().masked_fill(hidden, value).requires_grad_() for x in (k, v))] for value in (0, 1e20))
-    torch.testing.assert_close(both(attention, huge, mask), both(attention, zero, mask))
+    torch.testing.assert_close(both(attention, huge, mask, causal), both(attention, zero, mask, causal))
 
 
 @pytest.mark.usefixtures("blocks")
-def test_layouts_of_the_inputs_do_not_matter() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_layouts_of_the_inputs_do_not_matter(causal: bool) -> None:
     """Heads split off a joined projection, as in a model, or tensors of their own."""
     attention = RMFAttention(16, 64, generator=seeded()).double()
     own = qkv()
     split = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in own]
     assert not split[0].is_contiguous()
-    torch.testing.assert_close(both(attention, split), both(attention, own))
+    torch.testing.assert_close(both(attention, split, None, causal), both(attention, own, None, causal))
 
 
 @pytest.mark.usefixtures("blocks")
-def test_values_may_have_another_width() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_may_have_another_width(causal: bool) -> None:
     attention = RMFAttention(16, 64, generator=seeded()).double()
     q, k, v = qkv()
     wide = torch.cat([v, v, v[..., :3]], -1).detach().requires_grad_()
-    torch.testing.assert_close(both(attention, [q, k, wide]), both(plain(attention), [q, k, wide]))
+    exact = both(plain(attention, causal), [q, k, wide])
+    torch.testing.assert_close(both(attention, [q, k, wide], None, causal), exact)
 
 
-def test_the_backward_pass_keeps_inputs_output_and_small_sums() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_backward_pass_keeps_inputs_output_and_small_sums(causal: bool) -> None:
     """No features (n x D), no weights (n x n): a tensor that is kept is no larger than the output."""
     attention = RMFAttention(16, 128, generator=seeded())
     inputs = qkv(B=2, n=512, m=512, dtype=torch.float32)
@@ -198,7 +239,7 @@ def test_the_backward_pass_keeps_inputs_output_and_small_sums() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = attention(*inputs, some_mask(2, 512))
+        out = attention(*inputs, some_mask(2, 512), causal)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.numel()}
     big = [size for size in storages.values() if size >= out.untyped_storage().nbytes()]
     assert len(big) == 4  # q, k, v, out
@@ -223,16 +264,28 @@ def test_memory_at_the_size_of_the_claims() -> None:
             assert ours < 2 * 4 * 2 * 4096**2 * 4 / 8
 
 
+def test_causal_memory_is_linear_in_the_length() -> None:
+    """Twice the tokens take at most twice the memory; beyond the gradients, as little as the sum both ways."""
+
+    def peak(n: int, causal: bool) -> int:
+        attention, inputs = RMFAttention(32, 128, generator=seeded()), qkv(2, 2, n, n, 32, torch.float32)
+        return peak_bytes(torch.device("cpu"), [], lambda: both(attention, inputs, some_mask(2, n), causal))
+
+    assert peak(8192, True) < 2.01 * peak(4096, True)
+    assert peak(8192, True) < 1.1 * peak(8192, False)
+
+
 @pytest.mark.usefixtures("blocks")
-def test_nothing_is_left_behind_without_the_garbage_collector() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_is_left_behind_without_the_garbage_collector(causal: bool) -> None:
     """Room for the work goes when the call ends: no cycle of references holds it."""
     attention, inputs = RMFAttention(16, 128, generator=seeded()), qkv(dtype=torch.float32)
     gc.collect()
     gc.disable()
     try:
-        both(attention, inputs)  # makes the folded form of the draw, which is kept
+        both(attention, inputs, None, causal)  # makes the folded form of the draw, which is kept
         before = sum(type(x) is Tensor for x in gc.get_objects())
-        both(attention, inputs)
+        both(attention, inputs, None, causal)
         assert sum(type(x) is Tensor for x in gc.get_objects()) == before
     finally:
         gc.enable()
@@ -261,13 +314,14 @@ def test_autocast_does_not_reach_inside(make: Callable[[], nn.Module], causal: b
 
 
 @pytest.mark.usefixtures("blocks")
-def test_autocast_does_not_reach_the_backward_pass() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_autocast_does_not_reach_the_backward_pass(causal: bool) -> None:
     """Even where someone calls backward inside the context."""
     attention = RMFAttention(16, 64, generator=seeded())
     inputs = qkv(dtype=torch.float32)
-    expected = both(attention, inputs)
+    expected = both(attention, inputs, None, causal)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = both(attention, inputs)
+        ours = both(attention, inputs, None, causal)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
@@ -341,6 +395,7 @@ def test_no_nan_at_the_edges_of_the_sizes(width: int, features: int, n: int, m: 
     kernel=st.sampled_from(sorted(KERNELS)),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     size=st.sampled_from([1, 100, 1000, 2**20, None]),
+    causal=st.booleans(),
     data=st.data(),
 )
 def test_any_shape_mask_and_dtype(
@@ -354,11 +409,13 @@ def test_any_shape_mask_and_dtype(
     kernel: str,
     dtype: torch.dtype,
     size: int | None,
+    causal: bool,
     data: st.DataObject,
 ) -> None:
     """The plain definition, computed in float64 from the same (rounded) inputs, within the rounding of the dtype."""
     if sampling == "exact01":
         features += width + 2
+    m = n if causal else m
     mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=m, max_size=m), min_size=B, max_size=B)))
     attention = RMFAttention(width, features, kernel, sampling, generator=seeded(n))
     inputs = qkv(B, H, n, m, width, dtype, seed=m)
@@ -367,8 +424,10 @@ def test_any_shape_mask_and_dtype(
             patch.setattr(Tensor, "is_cpu", False)
         else:
             patch.setattr(linear, "BLOCK", size)
-        out, grads = both(attention, inputs, mask)
-    exact, _ = both(plain(attention.double()), [x.detach().double().requires_grad_() for x in inputs], mask)
+            patch.setattr(linear_causal, "CHUNK", min(size, 4))
+            patch.setattr(linear_causal, "PIECE", size)
+        out, grads = both(attention, inputs, mask, causal)
+    exact, _ = both(plain(attention.double(), causal), [x.detach().double().requires_grad_() for x in inputs], mask)
     assert out.dtype == dtype
     close = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-9}[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=close, atol=close * max(1.0, float(exact.abs().max())))
@@ -403,7 +462,8 @@ def test_one_mask_may_serve_all_examples() -> None:
 def test_no_tokens_and_no_examples() -> None:
     attention = RMFAttention(16, 64, generator=seeded())
     for B, n in ((0, 5), (2, 0)):
-        assert attention(*(torch.randn(B, 2, n, 16) for _ in range(3))).shape == (B, 2, n, 16)
+        for causal in (False, True):
+            assert attention(*(torch.randn(B, 2, n, 16) for _ in range(3)), causal=causal).shape == (B, 2, n, 16)
         assert PostSBN(2, 16)(torch.randn(B, 2, n, 16)).shape == (B, 2, n, 16)
 
 

@@ -9,9 +9,11 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lra_data.base import TaskSpec
+from macformer.attention import SoftmaxAttention
 from macformer.dropout import Dropout
 from macformer.harness import config as configs
 from macformer.harness import device as devices
+from macformer.model import MultiHead
 from tests.conftest import MODELS, Compose
 
 SPEC = TaskSpec(vocabulary=32, length=64, classes=10, paired=False)
@@ -52,6 +54,28 @@ def test_padding_has_no_influence(name: str, pooling: str, composed: Compose) ->
     with torch.no_grad():
         model.tokens.weight[0] = 1e3
     torch.testing.assert_close(model(ids), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["transformer", "transformer_sdpa", "rfa", "macformer_exp"])
+def test_backward_reads_each_text_from_its_own_end(name: str, composed: Compose) -> None:
+    """Layer by layer: causal attention to the text in reverse, whatever stands in the padding."""
+    causal, backward = (build(composed(f"model={name}", f"model.direction={way}")) for way in ("causal", "backward"))
+    for one, other in zip(causal.layers, backward.layers, strict=True):
+        lengths, x = (40, 3), torch.randn(2, 64, 64)
+        mask = torch.arange(64) < torch.tensor(lengths)[:, None]
+        x[~mask] *= 1e6
+        found = other.eval().attend(x, x, mask)
+        for text, length, out in zip(x, lengths, found, strict=True):
+            reverse = text[:length].flip(0)[None]
+            expected = one.eval().attend(reverse, reverse, None)[0].flip(0)
+            torch.testing.assert_close(out[:length], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_direction_that_is_not_there_is_named(composed: Compose) -> None:
+    with pytest.raises(configs.ConfigError, match=r"^model\.direction=left does not fit Classifier"):
+        configs.check(composed("model.direction=left"), "model")
+    with pytest.raises(ValueError, match="choose one of both, causal, backward"):
+        MultiHead(8, 2, 4, SoftmaxAttention, None, None, "left")
 
 
 @pytest.mark.parametrize(("pooling", "ratio"), [("padded", 64 / 16), ("masked", 1.0)])

@@ -170,6 +170,14 @@ def test_both_are_float32_inside() -> None:
         assert torch.equal(out, module(wide))
 
 
+def test_post_sbn_without_its_power_is_gamma_alone() -> None:
+    post, x = PostSBN(2, 4, power=False), torch.randn(3, 2, 5, 4)
+    assert [name for name, _ in post.named_parameters()] == ["log_gamma"]
+    torch.nn.init.uniform_(post.log_gamma)
+    torch.testing.assert_close(post(x), x * post.log_gamma.exp())
+    assert post(x.half()).dtype == torch.float32
+
+
 def test_post_sbn_starts_as_the_identity() -> None:
     x = torch.randn(2, 3, 5, 8)
     torch.testing.assert_close(PostSBN(3, 8)(x), x)

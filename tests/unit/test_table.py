@@ -89,6 +89,17 @@ def test_a_changed_model_is_its_own_row(words: str, name: str, accuracy: str) ->
     assert row(text, name)[ACCURACY] == accuracy
 
 
+def test_what_the_release_computes_stands_beside_the_papers_value_which_counts_once() -> None:
+    words = {"macformer_exp (direction=causal)": "macformer_exp model.direction=causal"}
+    words |= {"macformer_inv_released": "macformer_inv_released", "macformer_exp": "macformer_exp"}
+    text = render([make(each, 0.37) for each in words.values()], cells.floors())
+    for name in words:
+        paper = cells.PAPER["accuracy"]["listops"][name.partition(" ")[0].removesuffix("_released")]
+        assert row(text, name)[PAPER] == f"{paper:.2f} † ({37 - paper:+.2f})"
+    assert re.search(r"the paper's accuracies marked † [^;]*\b7 of 7 on listops", " ".join(text.split()))
+    assert re.search(r"^\| macformer_exp .+\n\| macformer_exp \(direction=causal\) ", text, re.MULTILINE)
+
+
 def test_models_and_tasks_of_ones_own_need_no_list() -> None:
     """Records of a model and a task that no YAML of ours knows: they follow the paper's, beside the majority class."""
 
