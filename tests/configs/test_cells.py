@@ -56,6 +56,14 @@ def test_the_cpu_trainer_shortens_every_task(
     assert configs.build(config, "task.data", folder=str(folder)).spec.length == short.data.length
 
 
+def test_the_schedule_of_the_release_has_10000_steps_in_all(composed: Compose) -> None:
+    sizes = {"text": (80, 32), "listops": (1000, 32), "retrieval": (800, 16)}
+    for task, (warmup, batch) in sizes.items():
+        trainer = composed("model=macformer_exp_released", f"task={task}", "trainer=released").trainer
+        assert (trainer.warmup_steps, trainer.batch_size) == (warmup, batch)
+        assert trainer.warmup_steps + trainer.steps == 10_000
+
+
 def test_the_papers_batches_are_those_that_the_report_knows(composed: Compose) -> None:
     for task in TASKS:
         config = composed(f"task={task}").task
