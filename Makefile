@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-core bench-launches figure-rmfa figure-ppsbn claims golden clean
+.PHONY: help setup quickstart reproduce test test-all lint format table report bench bench-attention bench-core bench-causal bench-launches figure-rmfa figure-direction figure-ppsbn claims golden clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-16s %s\n", $$1, $$2}'
@@ -64,11 +64,17 @@ bench-attention: setup ## race all attentions over the length: time, memory, FLO
 bench-core: setup ## race the core of the linear attention against the same formula in plain torch, into results/bench (2 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench core
 
+bench-causal: setup ## race causal RMFA and RFA against the sums both ways, into results/bench (4 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.bench causal
+
 bench-launches: setup ## count a training step's kernel launches, bytes and FLOP on a GPU, without one, into results/bench (a minute)
 	$(BIN)/python -m scripts.bench launches
 
 figure-rmfa: setup ## the paper's Figure 3, error and time of RMFA on random data, into results/figures (6 minutes; FULL=1: 11 hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.figure_rmfa $(if $(FULL),--full)
+
+figure-direction: setup ## draw what a token must see for ListOps to be learned, from records, into results/figures
+	@$(BIN)/python -m scripts.figure_direction
 
 figure-ppsbn: setup ## the paper's Figure 4, translation with and without ppSBN, into results/figures (an hour on 2 cores; MULTI30K=folder)
 	$(BIN)/python -m scripts.figure_ppsbn $(if $(MULTI30K),--multi30k $(MULTI30K))

@@ -13,7 +13,7 @@ from macformer.harness import device as devices
 from macformer.harness import files
 from macformer.harness.config import ConfigError
 
-COMMANDS = {"models": models, "attention": attention, "core": attention, "launches": launches}
+COMMANDS = {"models": models, "attention": attention, "core": attention, "causal": attention, "launches": launches}
 RESULTS = Path(__file__).parent.parent / "results" / "bench"
 
 

@@ -2,6 +2,7 @@
 
     python -m scripts.bench attention     # all attentions: about 20 minutes on one core
     python -m scripts.bench core          # RMFA's core against the same formula in plain torch: 2 minutes
+    python -m scripts.bench causal        # RMFA and RFA over the tokens before each one against over all: 4 minutes
     python -m scripts.bench attention --lengths 256 1024 --rounds 3 --output /tmp/bench
 
 In its turn an attention is called repeatedly for 0.3 s, or once if that takes longer. Each round has another draw of
@@ -40,6 +41,7 @@ MANY, ONE = (4, 2), (1, 1)  # B, H: beyond n = 4096 the n x n weights of eight h
 RUNS: dict[str, list[tuple[int, int, int, float, str]]] = {  # B, H, the shortest and the longest n, the allocator
     "attention": [(*MANY, 1, 4096, "default"), (*ONE, 1024, math.inf, "default"), (*MANY, 4096, 4096, "keeping")],
     "core": [(*MANY, 1, 4096, "keeping")],
+    "causal": [(*MANY, 1, 4096, "keeping")],
 }
 CHECKED = [193, 3000]  # lengths at which every draw is compared with its definition: the longer goes another way
 TURN = 0.3  # seconds that an attention is called for when it is its turn, if one call does not take longer
@@ -50,8 +52,9 @@ SOFTMAX = {
     "kernel": KernelAttention("exp"),
 }
 BASELINES = {"explicit": "explicit", "sdpa": "SDPA", "plain": "plain torch", "plain_checkpoint": "plain checkpoint"}
-LENGTHS = {"attention": [2**i for i in range(8, 15)], "core": [1024, 2048, 4096]}
-ROUNDS = {"attention": 5, "core": 15}
+BOTH_WAYS = {"rmfa_paper": "RMFA both ways", "rfa": "RFA both ways", "causal_plain": "plain causal"}
+LENGTHS = {"attention": [2**i for i in range(8, 15)], "core": [1024, 2048, 4096], "causal": [1024, 2048, 4096]}
+ROUNDS = {"attention": 5, "core": 15, "causal": 15}
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, mask
 
@@ -71,6 +74,17 @@ class CheckpointedPlainTorch(PlainTorch):
         return checkpoint(super().forward, *data, use_reentrant=False)
 
 
+class Causal(nn.Module):
+    """The attention, as it is where a token sees those before it."""
+
+    def __init__(self, attention: nn.Module):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *data: Tensor) -> Tensor:
+        return self.attention(*data, True)
+
+
 def attentions(seed: int, device: torch.device, command: str = "attention") -> dict[str, nn.Module]:
     """What is benchmarked, without dropout. The seed changes only those with random features."""
 
@@ -80,6 +94,11 @@ def attentions(seed: int, device: torch.device, command: str = "attention") -> d
     if command == "core":
         core = {"rmfa_paper": RMFAttention, "plain": PlainTorch, "plain_checkpoint": CheckpointedPlainTorch}
         return {name: draw(make) for name, make in core.items()}
+    if command == "causal":
+        both = {"rmfa_paper": draw(RMFAttention), "rfa": draw(RFAttention)}
+        causal = {"rmfa_causal": both["rmfa_paper"], "rfa_causal": both["rfa"]}
+        causal["causal_plain"] = draw(CheckpointedPlainTorch)
+        return both | {name: Causal(each) for name, each in causal.items()}
     rmfa = {f"rmfa_{sampling}": draw(RMFAttention, sampling=sampling) for sampling in get_args(Sampling)}
     return SOFTMAX | {"rfa": draw(RFAttention)} | rmfa
 
@@ -107,11 +126,13 @@ def flop_of_a_head(attention: Attend, n: int, device: torch.device) -> int:
 
 def definition(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Compute the same function as the attention, slowly and plainly."""
+    if causal := isinstance(attention, Causal):
+        attention = attention.attention
     if not isinstance(attention, RMFAttention | RFAttention):
         return KernelAttention("exp")(q, k, v, mask)
     fourier = isinstance(attention, RFAttention)
     phi_q, phi_k = (attention.feature_map(F.normalize(x, dim=-1) if fourier else x * HEAD_DIM**-0.25) for x in (q, k))
-    return plain_attention(phi_q, phi_k, v, mask, FLOOR)  # a_0 of exp is 1
+    return plain_attention(phi_q, phi_k, v, mask, FLOOR, causal)  # a_0 of exp is 1
 
 
 def fault(name: str, draws: list[nn.Module], device: torch.device) -> str:
@@ -157,11 +178,14 @@ def table(report: dict[str, Any]) -> str:
     parts = [f"{name} gets no figure: {why}.\n" for name, why in report["no_figure"].items()]
     for result in report["results"]:
         arms, rate, rows = result["arms"], median(result["matmul_rate"]), []
+        baselines = {
+            to: words for to, words in (BOTH_WAYS if "rfa_causal" in arms else BASELINES).items() if to in arms
+        }
         for name, arm in arms.items():
             row = {"attention": name, "ms (range)": bench.milliseconds(arms, name, ".3g")}
-            for to in (to for to in BASELINES if to in arms):
+            for to, words in baselines.items():
                 faster = "times faster " * (len(row) == 2)
-                row[f"{faster}than {BASELINES[to]} (range)"] = bench.with_range(bench.ratios(arms, to, name))
+                row[f"{faster}than {words} (range)"] = bench.with_range(bench.ratios(arms, to, name))
             row |= {"peak MiB": f"{arm['peak_bytes'] / 2**20:.1f}", "GFLOP": f"{median(arm['flop']) / 1e9:.3g}"}
             reached = median(flop / seconds for flop, seconds in zip(arm["flop"], arm["seconds"], strict=True))
             rows.append(row | {"of matmul rate": f"{reached / rate:.0%}"})
