@@ -4,8 +4,9 @@
     python -m scripts.claims T1 K       # some groups, on the screen alone
     python -m scripts.claims --full     # ten times the draws and rounds: intervals a third as wide
 
-T1, T2, T3: the theorems. K: the kernels. C: cost. M: memory. F3, F4: the two toy experiments. TAB: Table 2.
-F3, F4 and TAB are judged from what `make figure-rmfa`, `make figure-ppsbn`, `make bench` and train.py have written.
+T1, T2, T3: the theorems. K: the kernels. C: cost. M: memory. F3, F4: the two toy experiments. D: the direction of the
+sum. TAB: Table 2.
+F3, F4, D and TAB are judged from what `make figure-rmfa`, `make figure-ppsbn`, `make bench` and train.py have written.
 """
 
 import argparse
@@ -20,8 +21,8 @@ import torch
 from macformer.bench.race import provenance
 from macformer.harness import device as devices
 from macformer.harness import files
-from macformer.paper import experiments
-from macformer.paper.cost import cost, memory
+from macformer.paper import direction, experiments
+from macformer.paper.cost import cost, memory, peaks
 from macformer.paper.finding import CONFIDENCE, MEANING, WORDS, Finding, rounded
 from macformer.paper.similarity import similarity
 from macformer.paper.theorems import theorem1, theorem2, theorem3
@@ -45,6 +46,12 @@ def table2(effort: int) -> list[Finding]:
     return experiments.table2(cells.tables(records, cells.floors(), bench, papers=True)[0], bench)
 
 
+def what_learns(effort: int) -> list[Finding]:
+    of, (whole, short) = peaks(direction.TASK), direction.load(RESULTS)
+    shares = {"both": of[direction.MODEL] / of[cells.BASELINE], "released": of["release"] / of["base code"]}
+    return direction.findings(whole, short, shares)
+
+
 AREAS: dict[str, dict[str, Callable[[int], Iterable[Finding]]]] = {  # by group; effort 10 is ten times the draws
     "Theorems and algorithm": {"T1": theorem1, "T2": theorem2, "T3": theorem3},
     "Kernels": {"K": similarity},
@@ -53,7 +60,7 @@ AREAS: dict[str, dict[str, Callable[[int], Iterable[Finding]]]] = {  # by group;
         "F3": lambda effort: experiments.figure3(read("rmfa.json")),
         "F4": lambda effort: experiments.figure4(read("ppsbn.json")),
     },
-    "Table 2": {"TAB": table2},
+    "Table 2": {"D": what_learns, "TAB": table2},
 }
 GROUPS = {group: measure for groups in AREAS.values() for group, measure in groups.items()}
 

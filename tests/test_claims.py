@@ -16,14 +16,17 @@ from torch import Tensor
 from lra_data import listops, retrieval
 from macformer.attention import RMFAttention, SoftmaxAttention
 from macformer.harness import config as configs
+from macformer.harness import record as records
+from macformer.harness.record import Point, Record
 from macformer.kernels import KERNELS, Kernel
-from macformer.paper import cost, experiments, finding, similarity, theorems
+from macformer.paper import cost, direction, experiments, finding, similarity, theorems
 from macformer.paper.finding import Finding, Interval, all_between, binomial, is_zero, slopes, student, worst
 from macformer.ppsbn import PreSBN
 from macformer.report import cells
 from macformer.report.cells import MODELS, PAPER, TASKS
 from macformer.report.statistics import Comparison
 from scripts import claims
+from tests import made_up
 from tests.conftest import ROOT
 from tests.golden.tables import fixture_records
 
@@ -136,6 +139,39 @@ def peaks(**changes: int) -> list[Finding]:
     return cost.compared(of)
 
 
+def at_the_papers_schedule(**accuracies: float) -> Finding:
+    """Of ListOps, by row; trimmed and bucketed."""
+    words = {"both": "macformer_exp", "causal": "macformer_exp model.direction=causal"}
+    words["released"] = "macformer_exp_released"
+    runs = [made_up.make(f"{words[row]} pad=trim bucket=true", each) for row, each in accuracies.items()]
+    return direction.accuracy_and_memory(runs, {"both": 0.06, "released": 2.5})
+
+
+def leaving(times_uniform: float = 1.0, **which: bool) -> list[Record]:
+    """A run of each direction that is named; those that leave the plateau do so at step 100."""
+    fingerprint = next(each["fingerprint"] for each in cells.floors() if each["task"] == "listops")
+    runs = []
+    for name, leaves in which.items():
+        weights = {"layers.0.first": 0.01 * times_uniform, "layers.0.first_if_uniform": 0.01}
+        losses = dict.fromkeys(("train_loss", "dev_loss", "learning_rate", "train_seconds"), 1.0)
+        history = [
+            Point(step=step, dev_accuracy=0.36 if leaves and step > 50 else 0.17, telemetry=weights, **losses)
+            for step in (50, 100, 150)
+        ]
+        record = made_up.make(f"macformer_exp experiment=direction model.direction={name}")
+        record = made_up.changed(record, "data", fingerprint=fingerprint)
+        runs.append(record.model_copy(update={"history": history}))
+    return runs
+
+
+def learning(**which: bool) -> Finding:
+    return direction.learns(leaving(**which))
+
+
+def attending(times_uniform: float) -> Finding:
+    return direction.near_uniform(leaving(times_uniform=times_uniform, both=False, causal=True))
+
+
 def exponent(claim: str, power: float, noise: float = 0.01) -> Finding:
     at = np.array(cost.AT[cost.TIMED[claim][1]], float)
     rounds = at**power * np.random.default_rng(0).lognormal(0, noise, (10, len(at)))
@@ -204,6 +240,18 @@ CASES: dict[str, Cases] = {
     "M RFA": {YES: peaks, NO: partial(peaks, rfa=50)},
     **{claim: {YES: report3, NO: partial(report3, **laws)} for claim, laws in BROKEN.items()},
     **{f"F4 {metric}": turns(figure4, (0.1,), (-0.1,)) for metric in experiments.METRICS4},
+    "D accuracy and memory": {
+        YES: partial(at_the_papers_schedule, both=0.38, causal=0.3),
+        CORRECTED: partial(at_the_papers_schedule, both=0.2, causal=0.2, released=0.38),
+        NO: partial(at_the_papers_schedule, both=0.2, causal=0.3),
+    },
+    "D learns": {
+        YES: partial(learning, both=True, causal=True),
+        CORRECTED: partial(learning, both=False, causal=True, backward=False),
+        NO: partial(learning, both=False, causal=False, backward=True),
+        UNCHECKED: partial(learning, causal=True),
+    },
+    "D attention": turns(attending, (1.5,), (1.3,)),
     "TAB kernels suit tasks": {
         YES: partial(experiments.kernels_differ, dict.fromkeys(TASKS, 10**9)),
         UNSURE: partial(experiments.kernels_differ, PAPER["test_examples"]),
@@ -286,6 +334,25 @@ def test_records_of_the_paper_s_protocol_are_judged(monkeypatch: pytest.MonkeyPa
     assert found["figures"]["rfa"].low > 0 > found["figures"]["macformer_exp"].high
     others = verdicts(each for table in tables[1:] for each in experiments.table2(table, {"results": []}))
     assert {verdict for id, verdict in others.items() if id.startswith("TAB accuracy")} == {UNCHECKED}
+
+
+def test_what_left_the_plateau_and_when_is_told() -> None:
+    (run,) = leaving(causal=True)
+    assert direction.left_plateau(run).step == 100
+    assert "both 0 of 1 seeds; causal 1 of 1 seeds (at steps 100)" in learning(both=False, causal=True)["measured"]
+    assert list(direction.times_uniform(run)) == [1.0] * 3
+    assert "| causal | floored | 0 | 100 | 36.00 (100) |" in direction.markdown([], [run])
+
+
+def test_only_runs_at_the_papers_schedule_are_held_to_its_accuracy(tmp_path: Path) -> None:
+    for words in ("pad=trim bucket=true", "bucket=true task.learning_rate=1e-3", "trainer=cpu", "task=text"):
+        record = made_up.make(f"macformer_exp {words}")
+        records.write(record, tmp_path / "runs" / f"{record.run_id}.json")
+    stopped = leaving(both=False)[0].model_copy(update={"status": "interrupted", "message": "SIGINT", "quality": None})
+    records.write(stopped, tmp_path / "direction" / "runs" / "stopped.json")
+    whole, short = direction.load(tmp_path)
+    assert [run.differences.command for run in whole] == [["pad=trim", "bucket=true"]]
+    assert [run.status for run in short] == ["interrupted"]
 
 
 def test_a_race_on_a_part_of_the_batch_says_so() -> None:
@@ -407,6 +474,11 @@ def test_the_committed_files_fit_each_other() -> None:
     assert f"{claims.BEGIN}\n\n{claims.summary(REPORT)}\n{claims.END}" in readme
     assert len(claims.summary(REPORT).splitlines()) == 5
     assert {id.split()[0] for id in COMMITTED} == claims.GROUPS.keys()
+
+
+def test_the_committed_figure_is_of_the_committed_runs() -> None:
+    whole, short = direction.load(ROOT / "results")
+    assert (ROOT / "results" / "figures" / "direction.md").read_text() == direction.markdown(whole, short)
 
 
 @pytest.mark.parametrize("group", ["F3", "F4", "TAB"])

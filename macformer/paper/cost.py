@@ -144,13 +144,14 @@ def peak(name: str, spec: TaskSpec, batch_size: int) -> int:
     return models.Trained(model(name, spec), cpu).estimate_peak(*batch, batch_size)
 
 
+def peaks(task: str) -> dict[str, int]:
+    config = configs.compose(f"task={task}").task
+    spec = models.TASKS[task].spec(config.data.length)
+    return {name: peak(name, spec, config.batch_size) for name in MODELS}
+
+
 def memory(effort: int) -> list[Finding]:
-    peaks: dict[str, dict[str, int]] = {}
-    for task in TASKS:
-        config = configs.compose(f"task={task}").task
-        spec = models.TASKS[task].spec(config.data.length)
-        peaks[task] = {name: peak(name, spec, config.batch_size) for name in MODELS}
-    return compared(peaks)
+    return compared({task: peaks(task) for task in TASKS})
 
 
 def compared(peaks: dict[str, dict[str, int]]) -> list[Finding]:

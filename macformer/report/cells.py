@@ -222,6 +222,15 @@ def row(record: Record) -> str:
     return record.model + (f" ({', '.join(changed)})" if changed else "")
 
 
+def published(row: str) -> str:
+    """The row of the paper's table that is compared with this one: its numbers are most likely of causal sums."""
+    return row.removesuffix(" (direction=causal)").removesuffix("_released")
+
+
+def _rank(row: str, model: str) -> tuple[bool, bool, str]:
+    return model != published(model), row != model, row
+
+
 def machine(record: Record) -> str:
     environment = record.environment
     names = dict.fromkeys([*(session.device_name for session in record.sessions), environment.device_name])
@@ -249,13 +258,16 @@ def _column(task: str, runs: list[Record], floors: list[Floors], bench: Bench | 
     raced, race_notes = _race(task, runs, bench) if bench else ({}, [])
     of_paper, of_runs = _floors(task, runs, floors)
     models = {name: name for name in (*MODELS, *raced)} | {row(run): run.model for run in runs}
-    order = [*MODELS, *sorted(set(models.values()) - set(MODELS))]  # a model before its changed rows
+    # A model before its changed rows, and before what the authors' release makes of it.
+    order = [*MODELS, *sorted({*map(published, models.values())} - set(MODELS))]
     # Two records of one seed differ in a key that this task does not read: the first counts.
     by_seed = {(row(run), run.seed): run for run in reversed(runs)}
     cells = {}
-    for name, model in sorted(models.items(), key=lambda each: (order.index(each[1]), each[0] != each[1], each[0])):
+    for name, model in sorted(models.items(), key=lambda each: (order.index(published(each[1])), *_rank(*each))):
         of_row = [by_seed[key] for key in sorted(by_seed) if key[0] == name]
-        cells[name] = Cell(name, model, of_row, raced=raced.get(name, {}), paper=_paper(task, name, of_paper))
+        cells[name] = Cell(
+            name, model, of_row, raced=raced.get(name, {}), paper=_paper(task, published(name), of_paper)
+        )
     conditions = [*runs[0].differences.shared, *own(runs[0])] if runs else []
     column, baseline = Column(task, cells, conditions, of_runs, race_notes=race_notes), cells[BASELINE]
     column.noise = statistics.noise({cell.row: cell.accuracies for cell in column.ran})
