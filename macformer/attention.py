@@ -40,7 +40,7 @@ def _keep(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | N
     keep = None if mask is None else mask[:, None, None, :]
     if causal:
         check_square(q, k)
-        before = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        before = torch.ones(1, 1, q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         keep = before if keep is None else keep & before
     return keep
 
@@ -193,8 +193,9 @@ class RMFAttention(nn.Module):
         """What `forward` does with these inputs, by the plain definition, for a few queries of each example.
 
         logit_min, logit_max: of q.k/sqrt(d), over the keys that are seen. floored: share of denominators at the floor.
-        error: |out - exact|^2 / |exact - mean v|^2, where exact is KernelAttention: plain averaging of v would get 1.
-        first: the mean weight of the first key; first_if_uniform: what plain averaging would give it.
+        error: |out - exact|^2 / |exact - mean v|^2, where exact has KernelAttention's weights: averaging v would get 1.
+        first: the first key's weight, times the number of keys that the query sees (plain averaging: 1), over the
+        queries that see two or more; first_exact: the same of the exact weights.
         Where there are as many queries as keys the mask is taken to be theirs too: padding is not looked at.
         """
         with torch.autocast(q.device.type, enabled=False):
@@ -204,13 +205,14 @@ class RMFAttention(nn.Module):
             B, H, n, d = q.shape
             keep = _keep(q, k, mask, causal)
             looked_at = slice(None, None, -(-n // TELEMETRY_ROWS))
-            real = q.new_ones(B, n, dtype=torch.bool) if mask is None or n != k.shape[2] else mask
+            mask = q.new_ones(1, k.shape[2], dtype=torch.bool) if mask is None else mask
+            real = mask if n == k.shape[2] else q.new_ones(1, n, dtype=torch.bool)
             q, real = q[:, :, looked_at], real[:, looked_at].unsqueeze(1).expand(B, H, -1)
             seen = q.new_ones(1, dtype=torch.bool) if keep is None else keep[:, :, looked_at if causal else slice(None)]
             seen = seen.expand(B, H, q.shape[2], k.shape[2])
-            if mask is not None:  # the powers of a huge padded token would overflow, and inf times 0 is NaN
-                k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
-            count = seen.sum(-1, keepdim=True)
+            # The powers of a huge padded token would overflow, and inf times 0 is NaN.
+            k, v = (x.masked_fill(~mask[:, None, :, None], 0) for x in (k, v))
+            count = seen.sum(-1, keepdim=True).to(q.dtype)
             if not real.any() or not (real.unsqueeze(-1) & seen).any():
                 return {}
 
@@ -223,15 +225,15 @@ class RMFAttention(nn.Module):
             weights /= torch.maximum(total, floor)
             exact /= exact.sum(-1, keepdim=True).clamp(min=torch.finfo(exact.dtype).tiny)
             error, spread = (((x - exact) @ v)[real].square().sum() for x in (weights, mean))
-            first = torch.zeros(B, dtype=torch.long, device=q.device) if mask is None else mask.int().argmax(1)
-            index = first.view(B, 1, 1, 1).expand(B, H, q.shape[2], 1)
+            of_first = mask.int().argmax(1).view(-1, 1, 1, 1).expand(B, H, q.shape[2], 1)
+            several = real & (count > 1).squeeze(-1)
+            firsts = {"first": weights, "first_exact": exact} if several.any() else {}
             return {
                 "logit_min": float(logits[seen & real.unsqueeze(-1)].min()),
                 "logit_max": float(logits[seen & real.unsqueeze(-1)].max()),
                 "floored": float((total < floor)[..., 0][real].double().mean()),
                 "error": float(error / spread),
-                "first": float(weights.gather(-1, index)[..., 0][real].mean()),
-                "first_if_uniform": float(mean.gather(-1, index)[..., 0][real].mean()),
+                **{name: float((x.gather(-1, of_first) * count)[several].mean()) for name, x in firsts.items()},
             }
 
 

@@ -32,8 +32,8 @@ class FoldedMap:
     linear: Tensor | None = None  # A (d, d)
     root: Tensor | None = None  # L (l, d) with A = L^T L, l <= d; None where there are no products
     widths: tuple[int, ...] | None = None
-    floor: float = 0.0  # lower limit of the denominator,
-    floor_per_key: bool = True  # for each key that is seen, or as it is
+    floor: float = 0.0  # lower limit of the denominator
+    floor_per_key: bool = True  # times the number of keys that are seen
     normalise: Literal["no", "centred", "unit"] = "no"  # x before it is mapped | (x - mean) / |x - mean| | x / |x|
     eps: float = 0.0  # guards against a norm of zero
 

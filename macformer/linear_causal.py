@@ -34,7 +34,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows:
     if more := -n % min(CHUNK, max(n, 1)):  # behind the last token, which does not see it
         q, k, v = (F.pad(x, (0, 0, 0, more)) for x in (q, k, v))
         mask = None if mask is None else F.pad(mask, (0, more))
-    return _CausalAttention.apply(q, k, v, mask, rows, folded)[:, :, :n]
+    if q.is_cpu or len(rows) > 1:
+        return _CausalAttention.apply(q, k, v, mask, rows, folded)[:, :, :n]
+    # On a GPU all heads at once, as if they were examples: copies of q, k and v, but half as many launches.
+    B, H = q.shape[:2]
+    q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+    mask = None if mask is None else mask.repeat_interleave(H, 0)
+    out = _CausalAttention.apply(q, k, v, mask, rows, folded)
+    return out.view(B, H, *out.shape[2:])[:, :, :n]
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -69,13 +76,13 @@ class _CausalAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, mask, rows, out, denominators, *starts = ctx.saved_tensors
-        work = _Work(q, k, v, mask, rows, ctx.folded)
+        work = _Work(q, k, v, mask, rows, ctx.folded, backward=True)
         grad_q, grad_k, grad_v = (empty_heads(x, x.dtype) for x in (q, k, v))
         grad_rows = torch.zeros(work.rows.shape, **work.new) if ctx.needs_input_grad[4] else None
         for head, pieces in reversed(work.heads()):
             U = work.no_sum(head)
             for at in reversed(pieces):
-                piece, T = work.read(head, at, backward=True), starts.pop()
+                piece, T = work.read(head, at), starts.pop()
                 of_queries = (x[head][:, at] for x in (grad, out, denominators))
                 G = piece.read_gradient(work.floor[head[0], at], *of_queries)
                 before, _ = piece.running_sums(piece.y, piece.values, T)
@@ -99,8 +106,17 @@ class _CausalAttention(torch.autograd.Function):
 class _Work:
     """What the pieces of one call share, and how the call is cut into them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap):
-        self.tokens, self.folded, self.masked = (q, k, v), folded, mask is not None
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        rows: Tensor,
+        folded: FoldedMap,
+        backward: bool = False,
+    ):
+        self.tokens, self.folded, self.masked, self.backward = (q, k, v), folded, mask is not None, backward
         B, H, n, _ = q.shape
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.new: dict[str, Any] = {"dtype": dtype, "device": q.device}
@@ -116,7 +132,7 @@ class _Work:
             rows = torch.cat([root, rows], 1)
         self.rows, self.back_rows = rows.expand(H, -1, -1), back.expand(H, -1, -1)
         self.columns = v.shape[-1] + 1
-        self.piece = B * n if not q.is_cpu else max(PIECE // self.chunk * self.chunk, self.chunk)
+        self.piece = max(1, B * n) if not q.is_cpu else max(PIECE // self.chunk * self.chunk, self.chunk)
         self.made: dict[tuple[int, int], _Piece] = {}
 
     def heads(self) -> list[tuple[Head, list[slice]]]:
@@ -130,15 +146,15 @@ class _Work:
     def no_sum(self, head: Head) -> Tensor:
         return torch.zeros(len(self.keep[head[0]]), self.features, self.columns, **self.new)
 
-    def read(self, head: Head, at: slice, backward: bool = False) -> "_Piece":
+    def read(self, head: Head, at: slice) -> "_Piece":
         q, k, v = (x[head][:, at] for x in self.tokens)
         keep, rows = self.keep[head[0], at], self.rows[head[1]]
         g, c = q.shape[:2]
         if (g, c) not in self.made:
             self.made[g, c] = _Piece(self, g, c)
         piece = self.made[g, c]
-        piece.queries.read(q, rows, None, backward)
-        piece.keys.read(k, rows, keep if self.masked else None, backward)
+        piece.queries.read(q, rows, None, self.backward)
+        piece.keys.read(k, rows, keep if self.masked else None, self.backward)
         values = piece.values.view(g, c, -1)
         torch.mul(v, keep, out=values[..., :-1])
         values[..., -1:] = keep
@@ -153,19 +169,20 @@ class _Piece:
         self.queries, self.keys = _Side(work, g * c), _Side(work, g * c)
         self.x, self.y = self.queries.chunks, self.keys.chunks  # (G, f, s)
         G = g * c // s
-        self.values, self.gradient, self.product = (torch.empty(G, s, work.columns, **work.new) for _ in range(3))
-        self.weights, self.grad_weights = (torch.empty(G, s, s, **work.new) for _ in range(2))
-        self.grad_x, self.grad_y = (torch.empty(G, work.features, s, **work.new) for _ in range(2))
-        self.earlier = torch.ones(c // s, c // s, **work.new).tril_(-1).expand(g, -1, -1)
+        self.values, self.product = (torch.empty(G, s, work.columns, **work.new) for _ in range(2))
+        self.weights = torch.empty(G, s, s, **work.new)
+        if work.backward:
+            self.gradient, self.grad_weights = torch.empty_like(self.values), torch.empty_like(self.weights)
+            self.grad_x, self.grad_y = (torch.empty(G, work.features, s, **work.new) for _ in range(2))
 
     def running_sums(
         self, x: Tensor, columns: Tensor, start: Tensor, from_the_end: bool = False
     ) -> tuple[Tensor, Tensor]:
         """start + the sum of x columns over all earlier chunks (or later ones), for each chunk; and over all."""
-        sums = torch.bmm(x, columns)
-        by_example, at_first = sums.view(self.examples, -1, sums.shape[1:].numel()), start.flatten(1).unsqueeze(1)
-        before = torch.baddbmm(at_first, self.earlier.mT if from_the_end else self.earlier, by_example)
-        return before.view(sums.shape), (at_first + by_example.sum(1, keepdim=True)).view(start.shape)
+        sums = torch.bmm(x, columns).unflatten(0, (self.examples, -1))
+        running = torch.cat([start.unsqueeze(1), sums.flip(1) if from_the_end else sums], 1).cumsum(1)
+        before = running[:, :-1].flip(1) if from_the_end else running[:, :-1]
+        return before.flatten(0, 1), running[:, -1].clone()  # what is kept of a piece is to be small
 
     def triangle(self, x: Tensor, y: Tensor, out: Tensor) -> Tensor:
         """x^T y of each chunk, for j <= i."""

@@ -271,33 +271,44 @@ def test_another_head_width_is_named(name: str) -> None:
         ATTENTIONS[name]()(q, k, v)
 
 
+@pytest.mark.parametrize("hidden", [False, True], ids=["mask", "first keys hidden"])
+@pytest.mark.parametrize("n", [40, 200])
 @pytest.mark.parametrize("causal", [False, True])
-def test_telemetry_is_what_it_says(causal: bool) -> None:
-    """Against the definition written out, at a length where every query is looked at."""
+def test_telemetry_is_what_it_says(causal: bool, n: int, hidden: bool) -> None:
+    """Against the definition written out: every query of 40, every fourth of 200."""
     attention = RMFAttention(d, 64, "inv", generator=seeded()).double()
     assert attention.absorb(PreSBN())
-    q, k, v = (t.detach() for t in qkv(n=40, m=40))
-    mask = torch.ones(2, 40, dtype=torch.bool)
+    q, k, v = (t.detach() for t in qkv(n=n, m=n))
+    mask = torch.ones(2, n, dtype=torch.bool)
     mask[1, 25:] = False
+    mask[0, : 7 * hidden] = False
     padded = q.masked_fill(~mask[:, None, :, None], 1e9)  # what stands in padding is not looked at
     told = attention.telemetry(3 * padded + 1, 2 * k - 1, v, mask, causal)  # pre-SBN undoes 3, 1, 2
-    seen = mask[:, None, None, :].expand(2, 2, 40, 40).clone()
+    seen = mask[:, None, None, :].expand(2, 2, n, n).clone()
     if causal:
-        seen &= torch.ones(40, 40, dtype=torch.bool).tril()
-    mean = (seen.double() @ v) / seen.sum(-1, keepdim=True)
-    rows = mask[:, None].expand(2, 2, 40)
+        seen &= torch.ones(n, n, dtype=torch.bool).tril()
+    count = seen.sum(-1, keepdim=True)
+    mean = (seen.double() @ v) / count
+    rows = mask[:, None].expand(2, 2, n) & (torch.arange(n) % (1 if n == 40 else 4) == 0)
     logits = (q @ k.mT / math.sqrt(d))[seen & rows.unsqueeze(-1)]
     assert told["logit_min"] == pytest.approx(float(logits.min()))
     assert told["logit_max"] == pytest.approx(float(logits.max()))
-    exact = KernelAttention("inv")(q, k, v, mask, causal)
-    off, apart = attention(q, k, v, mask, causal) - exact, exact - mean
+    exact = KernelAttention("inv")
+    off, apart = attention(q, k, v, mask, causal) - exact(q, k, v, mask, causal), exact(q, k, v, mask, causal) - mean
     assert told["error"] == pytest.approx(float(off[rows].square().sum() / apart[rows].square().sum()))
     assert told["floored"] == 0
-    uniform = (1 / seen.sum(-1))[rows].mean()
-    assert told["first_if_uniform"] == pytest.approx(float(uniform))
-    marked = torch.zeros_like(v)
-    marked[:, :, 0] = 1  # what of the first value comes out is its weight
-    assert told["first"] == pytest.approx(float(attention(q, k, marked, mask, causal)[..., 0][rows].mean()))
+    several, marked = rows & (count > 1)[..., 0], torch.zeros_like(v)
+    marked[0, :, 7 * hidden] = marked[1, :, 0] = 1  # what of the first value comes out is its weight
+    for name, of in (("first", attention), ("first_exact", exact)):
+        multiples = of(q, k, marked, mask, causal)[..., :1] * count
+        assert told[name] == pytest.approx(float(multiples[several].mean()))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_telemetry_takes_the_masks_that_attention_takes(causal: bool) -> None:
+    attention, inputs = RMFAttention(d, 64).double(), [t.detach() for t in qkv(n=9, m=9)]
+    none, one = attention.telemetry(*inputs, None, causal), torch.ones(1, 9, dtype=torch.bool)
+    assert none == attention.telemetry(*inputs, one, causal) == attention.telemetry(*inputs, one.expand(2, 9), causal)
 
 
 def test_telemetry_counts_floored_denominators() -> None:
@@ -320,6 +331,8 @@ def test_a_clamp_is_no_floor_per_key_and_changes_nothing_above_it() -> None:
     q, _, v = (t[:, :, :1] for t in inputs)  # a single key, opposite to its query
     assert clamped.telemetry(q, -9 * q, v)["floored"] > 0
     assert not torch.equal(floored(q, -9 * q, v), clamped(q, -9 * q, v))
+    half, one = RMFAttention(d, sampling="order1", clamp=0.5), torch.ones(1, 1, 1, d)  # 1 + t is 0.4 here
+    assert half.telemetry(one, -0.6 / d**0.5 * one, one)["floored"] == 1
 
 
 def test_telemetry_without_a_token_is_empty() -> None:

@@ -165,11 +165,12 @@ def test_causal_chunks_are_the_plain_definition(name: str, masked: bool) -> None
 
 @pytest.mark.usefixtures("blocks")
 def test_what_comes_later_has_no_influence() -> None:
-    """Not even in the last bit, however large."""
-    attention, (q, k, v) = RMFAttention(16, 512, generator=seeded()), qkv(dtype=torch.float32)
-    expected = attention(q, k, v, causal=True)[:, :, :30]
-    later = [torch.cat([x[:, :, :30], 100 * x[:, :, 30:]], 2) for x in (k, v)]
-    assert torch.equal(attention(q, *later, causal=True)[:, :, :30], expected)
+    """Not even if later weights are infinite, beyond the same chunk."""
+    attention, (q, k, v) = RMFAttention(16, 512, generator=seeded()), qkv(n=100, m=100, dtype=torch.float32)
+    expected = attention(q, k, v, causal=True)[:, :, :32]
+    for size, start in ((100, 32), (100, 60), (1e20, 32)):
+        later = [torch.cat([x[:, :, :start], size * x[:, :, start:]], 2) for x in (k, v)]
+        assert torch.equal(attention(q, *later, causal=True)[:, :, :32], expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
