@@ -194,8 +194,8 @@ class RMFAttention(nn.Module):
 
         logit_min, logit_max: of q.k/sqrt(d), over the keys that are seen. floored: share of denominators at the floor.
         error: |out - exact|^2 / |exact - mean v|^2, where exact has KernelAttention's weights: averaging v would get 1.
-        first: the first key's weight, times the number of keys that the query sees (plain averaging: 1), over the
-        queries that see two or more; first_exact: the same of the exact weights.
+        first_key: the first key's weight, times the number of keys that the query sees (plain averaging: 1), over the
+        queries that see two or more; first_key_exact: the same of the exact weights.
         Where there are as many queries as keys the mask is taken to be theirs too: padding is not looked at.
         """
         with torch.autocast(q.device.type, enabled=False):
@@ -227,7 +227,7 @@ class RMFAttention(nn.Module):
             error, spread = (((x - exact) @ v)[real].square().sum() for x in (weights, mean))
             of_first = mask.int().argmax(1).view(-1, 1, 1, 1).expand(B, H, q.shape[2], 1)
             several = real & (count > 1).squeeze(-1)
-            firsts = {"first": weights, "first_exact": exact} if several.any() else {}
+            firsts = {"first_key": weights, "first_key_exact": exact} if several.any() else {}
             return {
                 "logit_min": float(logits[seen & real.unsqueeze(-1)].min()),
                 "logit_max": float(logits[seen & real.unsqueeze(-1)].max()),

@@ -1,4 +1,4 @@
-"""Linear attention in plain torch: its definition, and the folded form; and what the two cores share.
+"""Linear attention in plain torch: its definition, and the folded form; and what the cores share.
 
 Shapes: B batch, H heads, n queries, m keys, d width of a head, e width of a value, f features of degree 2 and more.
 """
@@ -50,7 +50,7 @@ def plain_attention(
 def folded_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: Tensor, folded: FoldedMap, causal: bool
 ) -> Tensor:
-    """The formula of macformer/linear.py in plain torch: what torch.compile gets, and the causal form."""
+    """The formula of macformer/linear.py in plain torch: what torch.compile gets on a GPU, and what benchmarks race."""
     with torch.autocast(q.device.type, enabled=False):
         n, dtype = k.shape[2], torch.promote_types(q.dtype, torch.float32)
         keep = (q.new_ones(1, n) if mask is None else mask).to(dtype)[:, None, :, None]

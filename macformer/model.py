@@ -16,7 +16,7 @@ from macformer.check import require_int
 from macformer.dropout import Dropout
 from macformer.ppsbn import PreSBN
 
-Direction = Literal["both", "causal", "backward"]  # a token sees all | those up to itself | those from itself on
+Direction = Literal["both", "causal", "backward"]  # a token sees all | itself and earlier ones | itself and later ones
 
 
 class MultiHead(nn.Module):

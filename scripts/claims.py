@@ -47,9 +47,10 @@ def table2(effort: int) -> list[Finding]:
 
 
 def what_learns(effort: int) -> list[Finding]:
-    of, (whole, short) = peaks(direction.TASK), direction.load(RESULTS)
-    shares = {"both": of[direction.MODEL] / of[cells.BASELINE], "released": of["release"] / of["base code"]}
-    return direction.findings(whole, short, shares)
+    compared = {"both": (direction.MODEL, cells.BASELINE), "released": ("release", "base code")}
+    of = peaks(direction.TASK, [name for names in compared.values() for name in names])
+    shares = {kind: of[ours] / of[softmax] for kind, (ours, softmax) in compared.items()}
+    return direction.findings(*direction.load(RESULTS), shares)
 
 
 AREAS: dict[str, dict[str, Callable[[int], Iterable[Finding]]]] = {  # by group; effort 10 is ten times the draws

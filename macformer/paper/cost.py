@@ -4,7 +4,7 @@ What the paper's memory column seems to compare is written here as the base code
 Nothing trains with it. Shapes: B batch, H heads, n length, d head width, D features.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -144,10 +144,10 @@ def peak(name: str, spec: TaskSpec, batch_size: int) -> int:
     return models.Trained(model(name, spec), cpu).estimate_peak(*batch, batch_size)
 
 
-def peaks(task: str) -> dict[str, int]:
+def peaks(task: str, names: Collection[str] = MODELS) -> dict[str, int]:
     config = configs.compose(f"task={task}").task
     spec = models.TASKS[task].spec(config.data.length)
-    return {name: peak(name, spec, config.batch_size) for name in MODELS}
+    return {name: peak(name, spec, config.batch_size) for name in names}
 
 
 def memory(effort: int) -> list[Finding]:

@@ -86,6 +86,11 @@ class Cell:
         return np.stack([run.quality.outcomes() for run in self.runs if run.quality])
 
     @property
+    def papers_own(self) -> Measures:
+        """The paper's values where this is their row: they stand beside causal rows, too, but count once."""
+        return self.paper if self.row == published(self.row) else {}
+
+    @property
     def accuracies(self) -> dict[int, float]:
         """By seed."""
         return dict(zip((run.seed for run in self.runs), self.outcomes.mean(1).tolist(), strict=True))
@@ -223,12 +228,8 @@ def row(record: Record) -> str:
 
 
 def published(row: str) -> str:
-    """The row of the paper's table that is compared with this one: its numbers are most likely of causal sums."""
-    return row.removesuffix(" (direction=causal)").removesuffix("_released")
-
-
-def _rank(row: str, model: str) -> tuple[bool, bool, str]:
-    return model != published(model), row != model, row
+    """The row of the paper's that this one is compared with: causal Macformers with those that the paper has."""
+    return row.removesuffix(" (direction=causal)").removesuffix("_released") if row.startswith("macformer") else row
 
 
 def machine(record: Record) -> str:
@@ -263,7 +264,12 @@ def _column(task: str, runs: list[Record], floors: list[Floors], bench: Bench | 
     # Two records of one seed differ in a key that this task does not read: the first counts.
     by_seed = {(row(run), run.seed): run for run in reversed(runs)}
     cells = {}
-    for name, model in sorted(models.items(), key=lambda each: (order.index(published(each[1])), *_rank(*each))):
+
+    def rank(each: tuple[str, str]) -> Any:
+        name, model = each
+        return order.index(published(model)), model != published(model), name != model, name
+
+    for name, model in sorted(models.items(), key=rank):
         of_row = [by_seed[key] for key in sorted(by_seed) if key[0] == name]
         cells[name] = Cell(
             name, model, of_row, raced=raced.get(name, {}), paper=_paper(task, published(name), of_paper)

@@ -188,7 +188,7 @@ def _accuracy_over_time(name: str, table: Table, looks: dict[str, Look]) -> Draw
         for row, cell in column.cells.items():
             look = looks[row] | {"ls": ""}
             ours = {**cell.raced, **cell.ours}  # without the Transformer there is no time of ours
-            for measures, hollow in ((cell.paper, {"mfc": "white", "elinewidth": 0.6}), (ours, {})):
+            for measures, hollow in ((cell.papers_own, {"mfc": "white", "elinewidth": 0.6}), (ours, {})):
                 if measures.keys() >= {"time", "accuracy"}:
                     time, accuracy = measures["time"], measures["accuracy"]
                     at = time.value, 100 * accuracy.value, _error(accuracy, 100), time.spread

@@ -11,7 +11,7 @@ from typing import Any
 
 from macformer.harness.progress import duration, mebibytes
 from macformer.harness.record import Record
-from macformer.report.cells import BASELINE, COSTS, SEEDS, TASKS, WORDS, Cell, Column, Measure, Table, published
+from macformer.report.cells import BASELINE, COSTS, SEEDS, TASKS, WORDS, Cell, Column, Measure, Table
 from macformer.report.statistics import TWINS, Comparison, Noise
 
 DAGGER, NOTES = "†", WORDS["notes"]
@@ -104,12 +104,10 @@ def verdict(table: Table) -> list[str]:
         open_questions = [words["rest"].format(cells=cells + single)]
     elif not supported:
         open_questions = [words["no_runs"]]
-    for whose, kind in (("our", "ours"), ("the paper's", "paper")):
+    for whose, kind in (("our", "ours"), ("the paper's", "papers_own")):
         marked = []
         for column in table.columns:
-            # The paper's value stands beside several rows, but counts once.
-            own = [cell for row, cell in column.cells.items() if kind == "ours" or row == published(row)]
-            measures = [getattr(cell, kind) for cell in own]
+            measures = [getattr(cell, kind) for cell in column.cells.values()]
             beats = [each["accuracy"].beats_floor for each in measures if each]
             if False in beats:
                 marked.append(f"{beats.count(False)} of {len(beats)} on {column.task}")

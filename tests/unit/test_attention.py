@@ -299,7 +299,7 @@ def test_telemetry_is_what_it_says(causal: bool, n: int, hidden: bool) -> None:
     assert told["floored"] == 0
     several, marked = rows & (count > 1)[..., 0], torch.zeros_like(v)
     marked[0, :, 7 * hidden] = marked[1, :, 0] = 1  # what of the first value comes out is its weight
-    for name, of in (("first", attention), ("first_exact", exact)):
+    for name, of in (("first_key", attention), ("first_key_exact", exact)):
         multiples = of(q, k, marked, mask, causal)[..., :1] * count
         assert told[name] == pytest.approx(float(multiples[several].mean()))
 

@@ -213,7 +213,7 @@ def test_telemetry_is_in_history_and_changes_nothing(cell: Compose, capsys: pyte
     assert watched.quality == plain.quality
     none = fit(cell("listops", "rfa", "trainer.telemetry=true"))[0]  # its attention has none to tell
     assert not any(point.telemetry for point in [*plain.history, *none.history])
-    told = ("logit_min", "logit_max", "floored", "error", "first", "first_exact")
+    told = ("logit_min", "logit_max", "floored", "error", "first_key", "first_key_exact")
     names = {f"layers.{i}.attend.attention.{what}" for i in (0, 1) for what in told}
     for point in watched.history:
         assert point.telemetry.keys() == names
