@@ -119,6 +119,15 @@ def test_the_core_races_the_same_formula_on_the_same_draw(tmp_path: Path) -> Non
     assert "than plain torch (range) | than plain checkpoint (range) |" in (tmp_path / "core.md").read_text()
 
 
+def test_causal_attention_is_raced_against_the_sums_both_ways(tmp_path: Path) -> None:
+    (result,) = report(tmp_path, "causal", "--lengths", "512", "--rounds", "1")["results"]
+    peaks = {name: arm["peak_bytes"] for name, arm in result["arms"].items()}
+    assert list(peaks) == ["rmfa_paper", "rfa", "rmfa_causal", "rfa_causal", "causal_plain"]
+    assert peaks["rmfa_causal"] < peaks["causal_plain"] / 2
+    columns = "than RMFA both ways (range) | than RFA both ways (range) | than plain causal (range) |"
+    assert columns in (tmp_path / "causal.md").read_text()
+
+
 @pytest.mark.parametrize(("wrong", "command"), [(RMFAttention, "attention"), (attention.PlainTorch, "core")])
 def test_what_is_wrong_gets_no_figure(
     wrong: Any, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
