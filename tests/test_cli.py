@@ -66,7 +66,7 @@ def test_a_run_shows_what_it_is_its_progress_and_its_end(tmp_path: Path) -> None
     [
         ("model.attention.features=12x", "model.attention.features=12x does not fit RMFAttention"),
         ("model.attention.featurs=64", "model.attention.featurs is not known; the keys there are head_dim, features"),
-        ("model=macformer_cos", "model=macformer_cos is not known; choose one of macformer_exp, macformer_exp_released"),
+        ("model=macformer_cos", "model=macformer_cos is not known; choose one of macformer_exp, macformer_exp_"),
         ("task=text", "task=text needs .*aclImdb_v1.tar.gz, which is not there"),
     ],
 )
